@@ -1,0 +1,112 @@
+"""Static configuration: frozen, hashable, validated on the host before anything is allocated."""
+
+from dataclasses import dataclass, field
+from numbers import Integral
+
+import jax.numpy as jnp
+
+#: Storage formats of K and V.
+CACHE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_positive(owner: str, **values: object) -> None:
+    """Raises ValueError unless each value is an integer >= 1 (a bool is not an integer)."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{owner}.{name} must be an integer >= 1, got {value!r}")
+
+
+def cdiv(a, b):  # noqa: ANN001, ANN201 - works on ints and integer arrays alike
+    """Ceiling division for non-negative integers: cdiv(9, 4) == 3."""
+    return (a + b - 1) // b
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Sizes of the paged K/V memory; everything that must be known before it is allocated.
+
+    Attributes:
+        num_blocks: physical blocks in the pool, the null block (id 0) included: num_blocks - 1 can be handed out.
+        num_layers: layers that own K/V. Layers that share another layer's K/V do not count.
+        num_kv_heads: K/V heads per layer.
+        head_dim: elements per head.
+        max_blocks_per_seq: logical blocks per row of a block table; max_blocks_per_seq * block_size is the longest
+            sequence in tokens.
+        block_size: tokens per block.
+        dtype: storage format, one of CACHE_DTYPES.
+        max_num_seqs: rows of the block tables, i.e. sequences that can be held at once.
+        layer_groups: layers per cache group, groups of equal layer count, a partition of range(num_layers). Each group
+            has a block table of its own over the one pool. Default: one group with all layers.
+    """
+
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_blocks_per_seq: int
+    block_size: int = 16
+    dtype: str = "float32"
+    max_num_seqs: int = 16
+    layer_groups: tuple[tuple[int, ...], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_positive(
+            owner,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_blocks_per_seq=self.max_blocks_per_seq,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            num_blocks=self.num_blocks,
+        )
+        if self.num_blocks < 2:
+            raise ValueError(f"{owner}.num_blocks must be >= 2 (block 0 is the null block), got {self.num_blocks}")
+        if self.num_blocks * self.block_size >= 2**31:
+            raise ValueError(
+                f"{owner}: num_blocks * block_size = {self.num_blocks * self.block_size} does not fit int32 slots; "
+                f"use fewer than {2**31 // self.block_size} blocks of {self.block_size} tokens"
+            )
+        try:
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        except TypeError as error:
+            raise ValueError(f"{owner}.dtype must be one of {CACHE_DTYPES}, got {self.dtype!r}") from error
+        if self.dtype not in CACHE_DTYPES:
+            raise ValueError(f"{owner}.dtype must be one of {CACHE_DTYPES}, got {self.dtype!r}")
+        groups = tuple(tuple(g) for g in self.layer_groups) or (tuple(range(self.num_layers)),)
+        if sorted(sum(groups, ())) != list(range(self.num_layers)) or len({len(g) for g in groups}) != 1:
+            raise ValueError(
+                f"{owner}.layer_groups must partition range({self.num_layers}) into groups of equal size, got {groups}"
+            )
+        object.__setattr__(self, "layer_groups", groups)
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups; a sequence of L tokens owns num_groups * cdiv(L, block_size) blocks."""
+        return len(self.layer_groups)
+
+    @property
+    def num_arrays(self) -> int:
+        """K arrays (and V arrays): array j belongs to the j-th layer of every group."""
+        return len(self.layer_groups[0])
+
+    @property
+    def layer_map(self) -> tuple[tuple[int, int], ...]:
+        """(group, array) of each layer."""
+        where = {layer: (g, j) for g, layers in enumerate(self.layer_groups) for j, layer in enumerate(layers)}
+        return tuple(where[layer] for layer in range(self.num_layers))
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens that a row can hold."""
+        return self.max_blocks_per_seq * self.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V in one block, over all arrays."""
+        return 2 * self.num_arrays * self.block_size * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` stored tokens owns, over all groups."""
+        return self.num_groups * cdiv(num_tokens, self.block_size)

@@ -1,0 +1,91 @@
+"""A plain-Python block manager, written row by row, that the arrays are compared with after every operation."""
+
+from dataclasses import dataclass, field
+
+
+class Refused(Exception):
+    """The operation must change nothing; the argument is the Status name."""
+
+
+@dataclass
+class PlainBlockManager:
+    """Lists and loops. Mutates itself; callers copy it when an operation may be refused."""
+
+    num_blocks: int
+    block_size: int
+    num_rows: int
+    max_blocks_per_seq: int
+    num_groups: int = 1
+    free: list[int] = field(default_factory=list)
+    refs: dict[int, int] = field(default_factory=dict)
+    blocks: list[list[list[int]]] = field(default_factory=list)  # [group][row] -> ids
+    tokens: list[list[int]] = field(default_factory=list)  # [row] -> the tokens it must read back
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) of the last append
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            self.free = list(range(1, self.num_blocks))
+            self.refs = dict.fromkeys(range(self.num_blocks), 0)
+            self.blocks = [[[] for _ in range(self.num_rows)] for _ in range(self.num_groups)]
+            self.tokens = [[] for _ in range(self.num_rows)]
+
+    def append(self, new: list[list[int]], max_new: int, reserve: int = 0) -> None:
+        if any(len(n) > max_new for n in new):
+            raise Refused("BAD_LENGTH")
+        if any(len(t) + len(n) > self.max_blocks_per_seq * self.block_size for t, n in zip(self.tokens, new, strict=True)):
+            raise Refused("TABLE_FULL")
+        free_before = len(self.free)
+        self.copies = []
+        for row, tokens in enumerate(new):
+            for group in range(self.num_groups):
+                self._append_row(self.blocks[group][row], len(self.tokens[row]), len(tokens))
+            self.tokens[row] = self.tokens[row] + tokens
+        taken = free_before - len(self.free)
+        if taken and len(self.free) < reserve:
+            raise Refused("OUT_OF_BLOCKS")
+
+    def _append_row(self, ids: list[int], length: int, count: int) -> None:
+        if count and length % self.block_size and self.refs[ids[-1]] > 1:
+            source = ids.pop()
+            self.refs[source] -= 1
+            ids.append(self._take())
+            self.copies.append((source, ids[-1]))
+        while len(ids) * self.block_size < length + count:
+            ids.append(self._take())
+
+    def _take(self) -> int:
+        if not self.free:
+            raise Refused("OUT_OF_BLOCKS")
+        block = self.free.pop(0)
+        self.refs[block] = 1
+        return block
+
+    def fork(self, parents: list[int]) -> None:
+        children = [row for row, parent in enumerate(parents) if parent != row]
+        if any(self.tokens[row] for row in children):
+            raise Refused("ROW_IN_USE")
+        if any(not 0 <= parents[row] < self.num_rows or not self.tokens[parents[row]] for row in children):
+            raise Refused("ROW_EMPTY")
+        for row in children:
+            self.tokens[row] = list(self.tokens[parents[row]])
+            for group in self.blocks:
+                group[row] = list(group[parents[row]])
+                for block in group[row]:
+                    self.refs[block] += 1
+
+    def truncate(self, lens: list[int]) -> None:
+        if any(not 0 <= n <= len(t) for n, t in zip(lens, self.tokens, strict=True)):
+            raise Refused("BAD_LENGTH")
+        for row, length in enumerate(lens):
+            self.tokens[row] = self.tokens[row][:length]
+            for group in self.blocks:
+                while (len(group[row]) - 1) * self.block_size >= length and group[row]:
+                    block = group[row].pop()
+                    self.refs[block] -= 1
+                    if self.refs[block] == 0:
+                        self.free.append(block)
+
+    def release(self, rows: list[bool]) -> None:
+        if any(chosen and not t for chosen, t in zip(rows, self.tokens, strict=True)):
+            raise Refused("ROW_EMPTY")
+        self.truncate([0 if chosen else len(t) for chosen, t in zip(rows, self.tokens, strict=True)])
