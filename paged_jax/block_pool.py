@@ -99,7 +99,9 @@ def allocate(
     in_range = jnp.all((num_blocks >= 0) & (num_blocks <= max_blocks))
     # max(): a call that needs nothing succeeds even below the reserve, and no reserve can add blocks.
     enough = jnp.sum(num_blocks) <= jnp.maximum(pool.count - jnp.maximum(reserve, 0), 0)
-    status = jnp.where(in_range, jnp.where(enough, Status.OK, Status.OUT_OF_BLOCKS), Status.BAD_LENGTH).astype(jnp.int32)
+    status = jnp.where(in_range, jnp.where(enough, Status.OK, Status.OUT_OF_BLOCKS), Status.BAD_LENGTH).astype(
+        jnp.int32
+    )
     counts = num_blocks * (status == Status.OK)
 
     column = jnp.arange(max_blocks, dtype=jnp.int32)[None]

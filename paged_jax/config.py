@@ -16,7 +16,7 @@ def check_positive(owner: str, **values: object) -> None:
             raise ValueError(f"{owner}.{name} must be an integer >= 1, got {value!r}")
 
 
-def cdiv(a, b):  # noqa: ANN001, ANN201 - works on ints and integer arrays alike
+def cdiv(a, b):
     """Ceiling division for non-negative integers: cdiv(9, 4) == 3."""
     return (a + b - 1) // b
 
@@ -105,7 +105,9 @@ class CacheConfig:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of K and V in one block, over all arrays."""
-        return 2 * self.num_arrays * self.block_size * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return (
+            2 * self.num_arrays * self.block_size * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` stored tokens owns, over all groups."""

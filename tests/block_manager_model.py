@@ -32,7 +32,9 @@ class PlainBlockManager:
     def append(self, new: list[list[int]], max_new: int, reserve: int = 0) -> None:
         if any(len(n) > max_new for n in new):
             raise Refused("BAD_LENGTH")
-        if any(len(t) + len(n) > self.max_blocks_per_seq * self.block_size for t, n in zip(self.tokens, new, strict=True)):
+        if any(
+            len(t) + len(n) > self.max_blocks_per_seq * self.block_size for t, n in zip(self.tokens, new, strict=True)
+        ):
             raise Refused("TABLE_FULL")
         free_before = len(self.free)
         self.copies = []

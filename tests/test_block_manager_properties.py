@@ -9,9 +9,6 @@ from block_manager_machine import BlockManagerMachine, TwoGroupsMachine, jitted
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-import paged_jax.block_pool
-import paged_jax.block_table
-
 SETTINGS = settings(max_examples=60, stateful_step_count=40)
 #: For planted bugs: no shrinking, the first failure is enough.
 HUNT = settings(max_examples=150, stateful_step_count=60, phases=[Phase.generate])
@@ -88,6 +85,6 @@ def test_state_machine_planted_bug_is_caught(file, line, bug):
     class Mutant(TwoGroupsMachine if "group" in bug else BlockManagerMachine):
         manager = jitted(*planted(file, line, bug))
 
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - an assertion, an InvariantError or an index error
+    with pytest.raises(Exception) as caught:
         run_state_machine_as_test(Mutant, settings=HUNT)
     assert not isinstance(caught.value, SyntaxError | NameError | TypeError)

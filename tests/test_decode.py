@@ -1,0 +1,330 @@
+"""prefill_step, decode_step, decode_many used directly: exhaustion, stops, donation, memory."""
+
+import dataclasses
+import re
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from doubles import TINY, VOCAB, audit, cache_config, dense_tokens, oracle_forward, oracle_tokens, prompt, tiny_params
+
+from paged_jax import (
+    FinishReason,
+    PrefillPlan,
+    RowParams,
+    Status,
+    decode_many,
+    decode_step,
+    init_state,
+    prefill_step,
+    release_rows,
+)
+from paged_jax.decode import _decode_many
+from paged_jax.sampling import init_sampling_state
+
+ROWS, STOPS, CHUNK = 8, 4, 32
+
+
+def new_state(num_usable, block_size=4, **sizes):
+    return init_state(cache_config(num_usable, block_size, max_num_seqs=ROWS, **sizes), max_stop_token_ids=STOPS)
+
+
+def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True) -> PrefillPlan:
+    """One chunk with the whole prompt of each row."""
+    counts = np.zeros(ROWS, np.int32)
+    counts[list(prompts)] = [len(p) for p in prompts.values()]
+    tokens = sum((prompts[r] for r in sorted(prompts)), [])
+    stops = np.full((ROWS, STOPS), -1, np.int32)
+    stops[:, : len(stop)] = stop
+    return PrefillPlan(
+        token_ids=jnp.asarray(tokens + [0] * (CHUNK - len(tokens)), jnp.int32),
+        num_new_tokens=jnp.asarray(counts),
+        is_last=jnp.asarray(counts > 0) & is_last,
+        rows=RowParams(
+            sampling=init_sampling_state(ROWS),
+            num_remaining=jnp.full(ROWS, max_tokens, jnp.int32),
+            stop_token_ids=jnp.asarray(stops),
+        ),
+    )
+
+
+def prefill(state, prompts, **options):
+    state, output = prefill_step(TINY, tiny_params(), state, plan_of(prompts, **options))
+    audit(state)
+    return state, output
+
+
+def decode(state, num_steps=8, **options):
+    state, output = decode_many(TINY, tiny_params(), state, num_steps=num_steps, **options)
+    audit(state)
+    return state, output
+
+
+def generated(output, row):
+    return np.asarray(output.token_ids)[row, : int(output.num_tokens[row])].tolist()
+
+
+def test_decode_many_after_prefill_equals_dense():
+    prompts = {0: prompt(5), 3: prompt(9), 6: prompt(4)}
+    state, first = prefill(new_state(20), prompts)
+    state, rest = decode(state)
+    for row, p in prompts.items():
+        assert generated(first, row) + generated(rest, row) == dense_tokens(p, 9)
+    assert (int(rest.num_steps), int(rest.status)) == (8, Status.OK)
+
+
+def test_decode_step_eight_times_equals_decode_many_of_eight():
+    state, _ = prefill(new_state(20), {1: prompt(5), 2: prompt(8)})
+    tokens = []
+    for _ in range(8):
+        state, output = decode_step(TINY, tiny_params(), state)
+        tokens.append(output.token_ids[:, 0])
+    other, together = decode(prefill(new_state(20), {1: prompt(5), 2: prompt(8)})[0])
+    chex.assert_trees_all_equal(jnp.stack(tokens, axis=1), together.token_ids)
+    chex.assert_trees_all_equal(state.table, other.table)
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 4, 8])
+def test_decode_many_number_of_computed_rows_does_not_matter(num_rows):
+    state, _ = prefill(new_state(20), {1: prompt(5), 6: prompt(9)})
+    _, output = decode(state, num_rows=num_rows)
+    assert generated(output, 1) == dense_tokens(prompt(5), 9)[1:]
+    assert generated(output, 6) == dense_tokens(prompt(9), 9)[1:]
+
+
+def test_decode_many_pool_runs_out_keeps_every_token_and_goes_on_when_there_is_room():
+    state, first = prefill(new_state(4), {0: prompt(6), 1: prompt(5)})
+    state, output = decode(state, num_steps=8)
+    assert (int(output.status), int(output.num_steps)) == (Status.OUT_OF_BLOCKS, 2)  # row 0 is full at 8 tokens
+    before = jax.tree.map(np.asarray, state)
+    state, refused = decode(state, num_steps=8)
+    assert (int(refused.status), int(refused.num_steps), int(refused.num_tokens.sum())) == (Status.OUT_OF_BLOCKS, 0, 0)
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
+
+    tokens = generated(first, 0) + generated(output, 0)
+    state, status = release_rows(state, jnp.arange(ROWS) == 1)
+    assert int(status) == Status.OK
+    state, rest = decode(state, num_steps=8)
+    assert tokens + generated(rest, 0) == dense_tokens(prompt(6), len(tokens) + 8)
+
+
+def test_prefill_step_without_room_changes_nothing():
+    state, _ = prefill(new_state(4), {0: prompt(9)})
+    before = jax.tree.map(np.asarray, state)
+    state, output = prefill(state, {1: prompt(3), 2: prompt(3)})
+    assert int(output.status) == Status.OUT_OF_BLOCKS
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
+
+
+def test_prefill_step_reserve_is_left_free():
+    _, output = prefill_step(TINY, tiny_params(), new_state(4), plan_of({0: prompt(9)}), reserve=jnp.int32(2))
+    assert (int(output.status), int(output.num_free)) == (Status.OUT_OF_BLOCKS, 4)
+
+
+def test_stop_token_ends_the_row_and_frees_its_blocks_inside_the_loop():
+    expected = dense_tokens(prompt(5), 8)
+    stop = expected[4]
+    end = expected.index(stop) + 1
+    state, first = prefill(new_state(20), {0: prompt(5), 1: prompt(9)}, stop=(96, stop))
+    state, output = decode(state, num_steps=8)
+    assert generated(first, 0) + generated(output, 0) == expected[:end]
+    assert int(output.finish[0]) == FinishReason.STOP
+    assert not state.is_active[0]
+    assert int(state.table.seq_lens[0]) == 0
+
+
+def test_one_rows_end_does_not_stop_the_others():
+    state = prefill(new_state(20), {0: prompt(5)}, max_tokens=3)[0]
+    state = prefill(state, {1: prompt(9)}, max_tokens=99)[0]
+    state, output = decode(state, num_steps=8)
+    assert (int(output.finish[0]), int(output.num_tokens[0]), int(output.num_tokens[1])) == (FinishReason.LENGTH, 2, 8)
+
+
+def test_loop_stops_computing_when_every_row_is_done():
+    state, _ = prefill(new_state(20), {0: prompt(5)}, max_tokens=3)
+    state, output = decode(state, num_steps=8)
+    assert int(output.num_steps) == 2
+    assert int(state.pool.num_free) == 20
+
+
+def test_row_that_fills_its_table_ends_with_length_and_stops_nobody():
+    state, _ = prefill(new_state(20, max_blocks_per_seq=3), {0: prompt(10), 1: prompt(2)})
+    state, output = decode(state, num_steps=8)
+    assert (int(output.finish[0]), int(output.num_tokens[0])) == (FinishReason.LENGTH, 2)
+    assert (int(output.status), int(output.num_tokens[1])) == (Status.OK, 8)
+
+
+def test_logits_that_are_not_finite_end_the_row_alone():
+    def broken(params, batch, cache):
+        logits, cache = TINY(params, batch, cache)
+        bad = batch.seq_lens == 7  # row 0 in its second decode step
+        return jnp.where(bad[:, None], jnp.nan, logits), cache
+
+    state, _ = prefill(new_state(20), {0: prompt(5), 1: prompt(9)})
+    state, output = decode_many(broken, tiny_params(), state, num_steps=4)
+    audit(state)
+    assert (int(output.finish[0]), int(output.num_tokens[0])) == (FinishReason.ERROR, 1)
+    assert generated(output, 1) == dense_tokens(prompt(9), 5)[1:]
+
+
+def test_b17_abort_of_a_row_that_finished_in_the_same_step_is_refused_bit_equal():
+    state, _ = prefill(new_state(20), {0: prompt(5), 1: prompt(3)}, max_tokens=1)
+    before = jax.tree.map(np.asarray, state)
+    state, status = release_rows(state, jnp.arange(ROWS) == 0)
+    assert int(status) == Status.ROW_EMPTY
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.parametrize("num_real", range(1, 8))
+def test_b25_vacated_and_padding_rows_write_no_live_slot(num_real):
+    """Rows come and go in a batch of 8; every slot that no row was to write keeps its bits."""
+    state = new_state(24, max_blocks_per_seq=4)
+    state, _ = prefill(state, {r: prompt(3, r + 1) for r in range(8)})
+    gone = np.random.default_rng(num_real).permutation(8)[num_real:]
+    mask = np.zeros(ROWS, bool)
+    mask[gone] = True
+    state, _ = release_rows(state, mask)
+    marked = tuple(k.at[24, 3].set(7.0) for k in state.cache.k)  # the last slot of the pool
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, k=marked))
+    before = [np.asarray(k) for k in state.cache.k]
+    tables, lens = np.asarray(state.table.block_ids)[0], np.asarray(state.table.seq_lens)
+    state, output = decode(state, num_steps=1, num_rows=8)
+    targets = {(int(tables[r, lens[r] // 4]) or None, int(lens[r] % 4)) for r in range(8) if lens[r]}
+    assert len(targets) == num_real
+    for old, new in zip(before, state.cache.k, strict=True):
+        changed = {(int(b), int(o)) for b, o in np.argwhere((old != np.asarray(new)).any(axis=(2, 3))) if b}
+        assert changed <= targets
+    assert all(generated(output, r) == dense_tokens(prompt(3, r + 1), 2)[1:] for r in range(8) if lens[r])
+
+
+def test_b52_rows_filled_in_any_order_equal_dense():
+    state = new_state(20)
+    for row, length in ((3, 1), (0, 4), (2, 5), (1, 9)):
+        state, _ = prefill(state, {row: prompt(length)})
+    _, output = decode(state)
+    for row, length in ((3, 1), (0, 4), (2, 5), (1, 9)):
+        assert generated(output, row) == dense_tokens(prompt(length), 9)[1:]
+
+
+def test_fork_then_decode_copies_the_shared_block_before_it_is_written():
+    """Copy-on-write inside the step: both rows go on from one prompt, and neither sees the other's tokens."""
+    from paged_jax.block_table import fork
+
+    config = dataclasses.replace(cache_config(20, max_num_seqs=ROWS), num_layers=1, num_kv_heads=1, head_dim=3, layer_groups=())
+    state = init_state(config, max_stop_token_ids=STOPS)
+    state, first = prefill_step(oracle_forward, {}, state, plan_of({0: prompt(6)}), vocab_size=VOCAB)
+    pool, table, status = fork(state.pool, state.table, jnp.array([0, 0, *range(2, ROWS)], jnp.int32))
+    assert int(status) == Status.OK
+    state = dataclasses.replace(
+        state,
+        pool=pool,
+        table=table,
+        is_active=state.is_active.at[1].set(True),
+        last_token=state.last_token.at[1].set(50),  # the child goes another way
+        rows=dataclasses.replace(state.rows, num_remaining=state.rows.num_remaining.at[1].set(99)),
+    )
+    state, output = decode_many(oracle_forward, {}, state, num_steps=5, vocab_size=VOCAB)
+    audit(state)
+    assert generated(output, 0) == oracle_tokens(prompt(6), 6)[1:]
+    assert generated(output, 1) == oracle_tokens([*prompt(6), 50], 5)
+
+
+# -- donation and memory ---------------------------------------------------------------------------------------------
+
+
+def test_b101_old_state_after_a_step_is_a_clear_error():
+    state, _ = prefill(new_state(20), {0: prompt(5)})
+    decode(state)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        decode(state)
+
+
+def test_b101_without_donation_gives_the_same_bits_and_keeps_the_old_state():
+    kept = jax.jit(_decode_many, static_argnames=("forward", "num_steps"))
+    state, _ = prefill(new_state(20), {0: prompt(5), 1: prompt(8)})
+    first = kept(TINY, tiny_params(), state, num_steps=8)
+    chex.assert_trees_all_equal(first, kept(TINY, tiny_params(), state, num_steps=8))
+    chex.assert_trees_all_equal(first, decode(state))
+
+
+def test_b101_failed_trace_leaves_the_state_usable():
+    def fails(params, batch, cache):
+        raise RuntimeError("no")
+
+    state, _ = prefill(new_state(20), {0: prompt(5)})
+    with pytest.raises(RuntimeError, match="no"):
+        decode_many(fails, tiny_params(), state, num_steps=8)
+    assert generated(decode(state)[1], 0) == dense_tokens(prompt(5), 9)[1:]
+
+
+def test_b101_two_layers_sharing_kv_arrays_work():
+    """A layer without K/V of its own attends over another layer's: no array is donated twice."""
+    from paged_jax import attend
+
+    def forward(params, batch, cache):
+        x = jax.nn.one_hot(batch.token_ids, 8)[:, None]
+        out, layer = attend(cache.layer(0), x, x, x, batch)
+        again, layer = attend(layer, x, None, None, batch)
+        logits = (out + again)[:, 0][batch.logits_indices]
+        return logits, cache.with_layer(0, layer)
+
+    config = dataclasses.replace(cache_config(8, max_num_seqs=ROWS), num_layers=1, num_kv_heads=1, layer_groups=())
+    state = init_state(config, max_stop_token_ids=STOPS)
+    state, first = prefill_step(forward, {}, state, plan_of({0: [1, 2, 3]}))
+    _, output = decode_many(forward, {}, state, num_steps=2)
+    assert (int(first.num_tokens[0]), int(output.num_tokens[0])) == (1, 2)
+
+
+def program(kind, num_usable=256, max_blocks_per_seq=64):
+    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq)
+    if kind == "decode_many":
+        lowered = decode_many.lower(TINY, tiny_params(), state, num_steps=4)
+    else:
+        lowered = prefill_step.lower(TINY, tiny_params(), state, plan_of({0: [1]}))
+    return state, lowered.compile()
+
+
+@pytest.mark.parametrize("kind", ["decode_many", "prefill_step"])
+def test_compiled_step_updates_the_cache_in_place(kind):
+    state, compiled = program(kind)
+    memory = compiled.memory_analysis()
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.alias_size_in_bytes <= state_bytes
+    layer_bytes = state.cache.k[0].nbytes + state.cache.v[0].nbytes
+    assert memory.temp_size_in_bytes < layer_bytes
+
+
+@pytest.mark.parametrize("kind", ["decode_many", "prefill_step"])
+def test_compiled_step_copies_no_pool_shaped_array(kind):
+    state, compiled = program(kind)
+    shape = "f32[" + ",".join(map(str, state.cache.k[0].shape)) + "]"
+    copies = [line for line in compiled.as_text().splitlines() if re.search(r" copy(-start)?\(", line) and shape in line]
+    assert shape in compiled.as_text()
+    assert copies == []
+
+
+def test_compiled_step_asks_the_host_nothing():
+    text = program("decode_many")[1].as_text()
+    assert "callback" not in text
+    assert "outfeed" not in text
+
+
+def test_decode_many_is_traced_once_for_all_lengths_and_parameters():
+    traced = chex.assert_max_traces(lambda p, s: _decode_many(TINY, p, s, num_steps=2), n=1)
+    step = jax.jit(traced)
+    state, _ = prefill(new_state(20), {0: prompt(5)})
+    for temperature in (0.0, 0.7, 1.3):
+        sampling = dataclasses.replace(state.rows.sampling, temperature=jnp.full(ROWS, temperature, jnp.float32))
+        state = dataclasses.replace(state, rows=dataclasses.replace(state.rows, sampling=sampling))
+        state, _ = step(tiny_params(), state)
+
+
+def test_decode_many_bad_static_arguments_raise():
+    for options in ({"num_steps": 0}, {"num_steps": 1, "num_rows": 0}, {"num_steps": 1, "num_rows": ROWS + 1}):
+        with pytest.raises(ValueError, match="num_"):
+            partial(decode_many, TINY, tiny_params(), new_state(4))(**options)
