@@ -1,9 +1,18 @@
-"""PagedAttention for JAX."""
+"""PagedAttention for JAX: a functional block manager, paged attention under jit, and the decode loop that owns both."""
 
 from paged_jax.attention import attend, paged_attention
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
 from paged_jax.block_pool import BlockPool, Status
-from paged_jax.block_table import BlockTable
+from paged_jax.block_table import (
+    Appended,
+    BlockTable,
+    InvariantError,
+    append_tokens,
+    check_invariants,
+    fork,
+    release,
+    truncate,
+)
 from paged_jax.config import CacheConfig
 from paged_jax.decode import (
     EngineState,
@@ -18,6 +27,50 @@ from paged_jax.decode import (
     release_rows,
 )
 from paged_jax.engine import LLM
-from paged_jax.kv_cache import KVCache, LayerCache
+from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
 from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.sampling import SamplingState, init_sampling_state, sample
 from paged_jax.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Appended",
+    "BlockPool",
+    "BlockTable",
+    "CacheConfig",
+    "CompletionOutput",
+    "EngineState",
+    "FinishReason",
+    "InvariantError",
+    "KVCache",
+    "LayerCache",
+    "PrefillPlan",
+    "RequestOutput",
+    "RowParams",
+    "SamplingParams",
+    "SamplingState",
+    "Status",
+    "StepBatch",
+    "StepOutput",
+    "append_tokens",
+    "attend",
+    "build_decode_batch",
+    "build_ragged_batch",
+    "check_invariants",
+    "copy_blocks",
+    "decode_many",
+    "decode_step",
+    "fork",
+    "init_cache",
+    "init_sampling_state",
+    "init_state",
+    "paged_attention",
+    "prefill_step",
+    "release",
+    "release_rows",
+    "sample",
+    "truncate",
+    "write_kv",
+]

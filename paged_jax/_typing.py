@@ -31,7 +31,7 @@ def _describe(value: object) -> str:
 def typed(function: F) -> F:
     """Checks jaxtyping-annotated arguments; equal axis names must have equal sizes across one call.
 
-    Runs on every call outside jit and once per trace inside it. Arguments without an array annotation are not looked at.
+    Runs on every call outside jit and once per trace inside it. Arguments annotated otherwise are not looked at.
 
     Raises:
         ValueError: an argument has another dtype, rank or axis size than its annotation says.

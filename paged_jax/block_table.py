@@ -179,7 +179,7 @@ def slots_of(table: BlockTable, row: Array, position: Array) -> Int32[Array, "G 
     """Slot of token `position` of `row` in each group: [5, 2] with blocks of 16: 15 -> 95, 16 -> 32, 23 -> 39.
 
     Args:
-        row, position: int32 arrays of one rank that broadcast against each other; positions must lie below the row's seq_len.
+        row, position: int32 arrays of one rank that broadcast against each other; positions lie below the row's length.
     """
     block = table.block_ids[:, row, position // table.block_size]
     return block * table.block_size + (position % table.block_size)[None]
@@ -262,12 +262,11 @@ def _cut(pool: BlockPool, table: BlockTable, new_lens: Array) -> tuple[BlockPool
     def passes(pool: BlockPool, block_ids: Array) -> tuple[BlockPool, Array]:
         size = min(_CPU_ROWS_PER_PASS, num_rows)
         padded = jnp.pad(rows, (0, -num_rows % size), constant_values=num_rows)
-        return jax.lax.fori_loop(
-            0,
-            cdiv(jnp.sum(cut, dtype=jnp.int32), size),
-            lambda i, s: _drop_entries(*s, jax.lax.dynamic_slice(padded, (i * size,), (size,)), keep),
-            (pool, block_ids),
-        )
+
+        def drop(i: Array, carry: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
+            return _drop_entries(carry[0], carry[1], jax.lax.dynamic_slice(padded, (i * size,), (size,)), keep)
+
+        return jax.lax.fori_loop(0, cdiv(jnp.sum(cut, dtype=jnp.int32), size), drop, (pool, block_ids))
 
     def at_once(pool: BlockPool, block_ids: Array) -> tuple[BlockPool, Array]:
         return _drop_entries(pool, block_ids, rows, keep)

@@ -103,6 +103,7 @@ class StepOutput:
         finish: int32 [S] FinishReason of the rows that ended in this dispatch and gave back their blocks.
         num_steps: int32 [] steps that ran, <= K.
         num_free: int32 [] free blocks afterwards.
+        min_free: int32 [] the fewest free blocks that there were at any moment.
         status: int32 [] Status. Not OK: the next step was refused; the state is as after num_steps steps, so that no
             token is lost and the same call can be made again when there is room.
     """
@@ -112,6 +113,7 @@ class StepOutput:
     finish: Int32[Array, " S"]
     num_steps: Int32[Array, ""]
     num_free: Int32[Array, ""]
+    min_free: Int32[Array, ""]
     status: Int32[Array, ""]
 
 
@@ -238,6 +240,7 @@ def _prefill_step(
         finish=finish,
         num_steps=is_ok.astype(jnp.int32),
         num_free=state.pool.num_free,
+        min_free=pool.num_free,
         status=appended.status,
     )
 
@@ -286,7 +289,11 @@ def _decode_many(
         counts = jnp.zeros(max_num_seqs, jnp.int32).at[live].set(1, mode="drop")
         pool, table, appended = append_tokens(state.pool, state.table, counts, max_new_tokens=1)
         state = replace(state, pool=pool, table=table)
-        output = replace(output, status=jnp.where(output.status == Status.OK, appended.status, output.status))
+        output = replace(
+            output,
+            min_free=jnp.minimum(output.min_free, pool.num_free),
+            status=jnp.where(output.status == Status.OK, appended.status, output.status),
+        )
 
         def run(state: EngineState, output: StepOutput) -> tuple[EngineState, StepOutput]:
             batch = build_decode_batch(
@@ -312,6 +319,7 @@ def _decode_many(
         finish=none,
         num_steps=jnp.int32(0),
         num_free=state.pool.num_free,
+        min_free=state.pool.num_free,
         status=jnp.int32(Status.OK),
     )
     state, output = jax.lax.fori_loop(0, num_steps, step, (state, output))
@@ -326,7 +334,7 @@ def _release_rows(state: EngineState, rows: Array) -> tuple[EngineState, Array]:
         rows: bool [S].
 
     Returns:
-        (state, status): ROW_EMPTY, and nothing changed, if one of them holds nothing, e.g. because it has just finished.
+        (state, status): ROW_EMPTY, and nothing changed, if one of them holds nothing, as after it has finished.
     """
     pool, table, status = block_table.release(state.pool, state.table, rows)
     is_active = state.is_active & ~(rows & (status == Status.OK))

@@ -45,6 +45,7 @@ class LLM:
 
     Attributes:
         num_free_blocks: free blocks after the last step.
+        peak_blocks: the most blocks that were ever in use at once.
         compile_count: programs compiled so far; `warmup()` compiles all of them.
     """
 
@@ -68,6 +69,7 @@ class LLM:
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_free_blocks = cache_config.num_blocks - 1
+        self.peak_blocks = 0
         self._seed = seed
         self._runner = ModelRunner(
             forward,
@@ -213,8 +215,8 @@ class LLM:
         """Queues a request.
 
         Raises:
-            ValueError: the id is in use, the prompt is empty, too long, not in the vocabulary or can never fit the pool,
-                or it is text and there is no tokenizer.
+            ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
+                pool; or it is text and there is no tokenizer.
             TypeError: the prompt is neither text nor a dict with "prompt_token_ids".
         """
         params = params or SamplingParams()
@@ -224,8 +226,8 @@ class LLM:
         room = self.cache_config.max_model_len - len(token_ids)
         if room < 1:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, and max_model_len={self.cache_config.max_model_len} leaves no "
-                "room to generate; shorten the prompt or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens, and max_model_len={self.cache_config.max_model_len} leaves "
+                "no room to generate; shorten the prompt or raise max_model_len"
             )
         self._stop_token_ids(params)
         request = Request(
@@ -263,10 +265,12 @@ class LLM:
         output = self._prefill(chunk) if chunk else self._runner.decode(len(self._running))
         if output.status != Status.OK:
             raise RuntimeError(
-                f"the block manager refused a step that admission had promised room for: {Status(int(output.status))!r} "
-                f"with {int(output.num_free)} free blocks and {len(self._running)} running requests; this is a bug"
+                f"the block manager refused a step that admission had promised room for: "
+                f"{Status(int(output.status))!r} with {int(output.num_free)} free blocks and {len(self._running)} "
+                "running requests; this is a bug"
             )
         self.num_free_blocks = int(output.num_free)
+        self.peak_blocks = max(self.peak_blocks, self.cache_config.num_blocks - 1 - int(output.min_free))
         return list(self._commit(output))
 
     def abort_all(self) -> None:
@@ -323,7 +327,8 @@ class LLM:
         stop = dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)))
         if len(stop) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
-                f"stop_token_ids: {len(stop)} stop tokens with the end-of-sequence tokens, the limit is {MAX_STOP_TOKEN_IDS}"
+                f"stop_token_ids: {len(stop)} stop tokens, the end-of-sequence tokens included; the limit is "
+                f"{MAX_STOP_TOKEN_IDS}"
             )
         return tuple(stop)
 
@@ -351,8 +356,8 @@ class LLM:
         request, error = running.request, None
         if finish == FinishReason.ERROR:
             error = FloatingPointError(
-                f"the model's logits were not finite at position {len(request.prompt_token_ids) + len(running.token_ids)}; "
-                "look for NaN or inf in the weights, or a dtype that overflows"
+                f"the model's logits after {len(request.prompt_token_ids) + len(running.token_ids)} tokens were not "
+                "finite; look for NaN or inf in the weights, or a dtype that overflows"
             )
         text = ""
         if self.tokenizer is not None and request.params.detokenize:

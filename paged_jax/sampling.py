@@ -77,7 +77,15 @@ def sample(
 
     Returns:
         token_ids `[R]` int32 in [0, vocab_size), 0 for a row that is not finite, and is_finite `[R]` bool.
+
+    Raises:
+        ValueError: `vocab_size` is not in [1, V'].
     """
+    if not 1 <= vocab_size <= logits.shape[1]:
+        raise ValueError(
+            f"vocab_size must be in [1, {logits.shape[1]}], the number of logits of a row, got {vocab_size}; "
+            "pass the tokenizer's vocabulary size, without padding."
+        )
     logits = _mask_padding(logits.astype(jnp.float32), vocab_size)
     # XLA:CPU's maximum may lose a NaN; +inf cannot get lost.
     row_max = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=1)

@@ -279,7 +279,7 @@ def test_append_when_any_group_lacks_a_block_changes_nothing(num_usable):
 
 
 def test_append_several_groups_give_each_group_its_own_blocks():
-    pool, table, appended = grow(*manager(6, num_rows=2, width=3, num_groups=2), r1=5)
+    _, table, appended = grow(*manager(6, num_rows=2, width=3, num_groups=2), r1=5)
     assert (blocks(table, 1, 0), blocks(table, 1, 1)) == ([1, 2], [3, 4])
     assert appended.slot_mapping[:, 1, :5].tolist() == [[4, 5, 6, 7, 8], [12, 13, 14, 15, 16]]
 

@@ -36,7 +36,7 @@ def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True)
     """One chunk with the whole prompt of each row."""
     counts = np.zeros(ROWS, np.int32)
     counts[list(prompts)] = [len(p) for p in prompts.values()]
-    tokens = sum((prompts[r] for r in sorted(prompts)), [])
+    tokens = [token for row in sorted(prompts) for token in prompts[row]]
     stops = np.full((ROWS, STOPS), -1, np.int32)
     stops[:, : len(stop)] = stop
     return PrefillPlan(
@@ -213,9 +213,10 @@ def test_fork_then_decode_copies_the_shared_block_before_it_is_written():
     """Copy-on-write inside the step: both rows go on from one prompt, and neither sees the other's tokens."""
     from paged_jax.block_table import fork
 
-    config = dataclasses.replace(cache_config(20, max_num_seqs=ROWS), num_layers=1, num_kv_heads=1, head_dim=3, layer_groups=())
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 3, "layer_groups": ()}
+    config = dataclasses.replace(cache_config(20, max_num_seqs=ROWS), **sizes)
     state = init_state(config, max_stop_token_ids=STOPS)
-    state, first = prefill_step(oracle_forward, {}, state, plan_of({0: prompt(6)}), vocab_size=VOCAB)
+    state, _ = prefill_step(oracle_forward, {}, state, plan_of({0: prompt(6)}), vocab_size=VOCAB)
     pool, table, status = fork(state.pool, state.table, jnp.array([0, 0, *range(2, ROWS)], jnp.int32))
     assert int(status) == Status.OK
     state = dataclasses.replace(
@@ -238,7 +239,7 @@ def test_fork_then_decode_copies_the_shared_block_before_it_is_written():
 def test_b101_old_state_after_a_step_is_a_clear_error():
     state, _ = prefill(new_state(20), {0: prompt(5)})
     decode(state)
-    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
         decode(state)
 
 
@@ -303,9 +304,9 @@ def test_compiled_step_updates_the_cache_in_place(kind):
 def test_compiled_step_copies_no_pool_shaped_array(kind):
     state, compiled = program(kind)
     shape = "f32[" + ",".join(map(str, state.cache.k[0].shape)) + "]"
-    copies = [line for line in compiled.as_text().splitlines() if re.search(r" copy(-start)?\(", line) and shape in line]
-    assert shape in compiled.as_text()
-    assert copies == []
+    text = compiled.as_text()
+    assert shape in text
+    assert [line for line in text.splitlines() if re.search(r" copy(-start)?\(", line) and shape in line] == []
 
 
 def test_compiled_step_asks_the_host_nothing():

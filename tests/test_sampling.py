@@ -151,6 +151,12 @@ def test_random_when_vocabulary_is_padded_equals_unpadded():
     np.testing.assert_array_equal(draw(padded, state, vocab_size=V), draw(logits, state))
 
 
+@pytest.mark.parametrize("vocab_size", [0, 98])
+def test_sample_when_vocab_size_does_not_fit_the_logits_raises(vocab_size):
+    with pytest.raises(ValueError, match=rf"vocab_size must be in \[1, 97\].*{vocab_size}"):
+        sample(jnp.zeros((1, V)), init_sampling_state(1), jnp.zeros(1, jnp.int32), vocab_size=vocab_size)
+
+
 @pytest.mark.parametrize("vocab_size", [1, 129, 1000])
 def test_random_when_vocabulary_has_any_size_draws_every_token(vocab_size):
     token_ids = draw_many(np.zeros(vocab_size), 20 * max(vocab_size, 50))

@@ -88,7 +88,8 @@ def test_b36_request_larger_than_the_pool_fails_alone_and_at_once():
 
 
 @pytest.mark.parametrize(
-    "field", ["num_blocks", "block_size", "max_num_seqs", "max_blocks_per_seq", "num_layers", "num_kv_heads", "head_dim"]
+    "field",
+    ["num_blocks", "block_size", "max_num_seqs", "max_blocks_per_seq", "num_layers", "num_kv_heads", "head_dim"],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_b41_useless_cache_size_is_refused_by_name(field, value):

