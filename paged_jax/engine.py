@@ -191,24 +191,23 @@ class LLM:
         else:
             params = [sampling_params or SamplingParams()] * len(prompts)
         ids, done = [], {}
-        for prompt, param in zip(prompts, params, strict=True):
-            ids.append(str(self._num_requests))
-            try:
-                self.add_request(ids[-1], prompt, param)
-            except (ValueError, TypeError) as error:
-                self._num_requests += 1
-                done[ids[-1]] = _failed(ids[-1], prompt, error)
-        with Progress(len(prompts), enabled=use_tqdm) as progress:
-            for output in done.values():
-                progress.update(output)
-            try:
+        try:
+            with Progress(len(prompts), enabled=use_tqdm) as progress:
+                for prompt, param in zip(prompts, params, strict=True):
+                    ids.append(str(self._num_requests))
+                    try:
+                        self.add_request(ids[-1], prompt, param)
+                    except (ValueError, TypeError) as error:
+                        self._num_requests += 1
+                        done[ids[-1]] = _failed(ids[-1], prompt, error)
+                        progress.update(done[ids[-1]])
                 while self.has_unfinished_requests():
                     for output in self.step():
                         done[output.request_id] = output
                         progress.update(output)
-            except BaseException:
-                self.abort_all()
-                raise
+        except BaseException:
+            self.abort_all()
+            raise
         return [done[i] for i in ids]
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
@@ -217,9 +216,11 @@ class LLM:
         Raises:
             ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
                 pool; or it is text and there is no tokenizer.
-            TypeError: the prompt is neither text nor a dict with "prompt_token_ids".
+            TypeError: the prompt is neither text nor a dict with "prompt_token_ids", or params are no SamplingParams.
         """
         params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if any(r.request_id == request_id for r in [*self._waiting, *(r.request for r in self._running)]):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
         text, token_ids = self._tokenize(prompt)
@@ -307,7 +308,10 @@ class LLM:
                 raise ValueError(
                     'a text prompt needs a tokenizer; give LLM(tokenizer=...) or {"prompt_token_ids": [...]}'
                 )
-            encoded = self.tokenizer.encode(prompt)
+            try:
+                encoded = self.tokenizer.encode(prompt)
+            except Exception as error:  # foreign code: its failure must not touch other requests
+                raise ValueError(f"the tokenizer cannot encode the prompt: {error!r}") from error
             text, token_ids = prompt, getattr(encoded, "ids", encoded)
         elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
             text, token_ids = prompt.get("prompt"), prompt["prompt_token_ids"]

@@ -75,20 +75,26 @@ def paged(keys, values, *, block_size, max_blocks, seed=0, poison=np.nan, permut
     return pools[0], pools[1], table
 
 
-def make_case(shape, lens, *, counts=None, max_blocks=6, num_padding=0, seed=0, poison=np.nan, permute=True):
-    """A problem with random data: counts None = decode."""
+def make_case(shape, lens, *, counts=None, max_blocks=6, num_rows=6, seed=0, poison=np.nan, permute=True):
+    """A problem with random data: counts None = decode.
+
+    Rows of length 0 are appended up to num_rows, padding tokens up to a multiple of 32, so that most tests share their
+    executables: compiling is what takes the time.
+    """
+    lens = [*lens, *[0] * (num_rows - len(lens))]
     rng = np.random.default_rng(seed)
     normal = partial(rng.standard_normal, dtype=np.float32)
     rows = [[normal((n, shape.num_kv_heads, shape.head_dim)) for n in lens] for _ in range(2)]
-    num_tokens = len(lens) if counts is None else sum(counts) + num_padding
-    query = normal((num_tokens, shape.num_heads, shape.head_dim))
     k, v, table = paged(
         *rows, block_size=shape.block_size, max_blocks=max_blocks, seed=seed, poison=poison, permute=permute
     )
-    start = None if counts is None else np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     arrays = {"block_tables": table, "seq_lens": np.asarray(lens, np.int32)}
-    if start is not None:
-        arrays["query_start_loc"] = start
+    num_tokens = num_rows
+    if counts is not None:
+        counts = [*counts, *[0] * (num_rows - len(counts))]
+        arrays["query_start_loc"] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        num_tokens = -(-(sum(counts) + 1) // 32) * 32
+    query = normal((num_tokens, shape.num_heads, shape.head_dim))
     return SimpleNamespace(query=query, k=k, v=v, keys=rows[0], values=rows[1], arrays=arrays, counts=counts)
 
 
@@ -144,21 +150,20 @@ def test_decode_over_all_edge_lengths_equals_dense(shape, implementation):
 @pytest.mark.parametrize("shape", TINY_SHAPES.values(), ids=TINY_SHAPES.keys())
 def test_ragged_with_prefill_decode_idle_and_padding_rows_equals_dense(shape, implementation):
     bs = shape.block_size
-    case = make_case(
-        shape, [bs + 1, 2 * bs, 0, 6 * bs, 1, 6], counts=[bs + 1, 1, 0, 3, 1, 0], num_padding=5, permute=True
-    )
+    case = make_case(shape, [bs + 1, 2 * bs, 0, 6 * bs, 1, 6], counts=[bs + 1, 1, 0, 3, 1, 0])
     assert_dense(case, implementation)
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}], ids=["full", "window"])
-def test_ragged_over_many_tiles_and_chunks_equals_dense(options):
+@pytest.mark.parametrize(
+    ("chunk_tokens", "tile_tokens", "options"), [(4, 7, {}), (16, 16, {}), (4, 7, {"sliding_window": 4})]
+)
+def test_ragged_over_many_tiles_and_chunks_equals_dense(chunk_tokens, tile_tokens, options):
     case = make_case(TINY, [40, 61, 33, 17], counts=[40, 30, 1, 16], max_blocks=16)
+    actual = paged_attention_xla(
+        case.query, case.k, case.v, **case.arrays, **options, chunk_tokens=chunk_tokens, tile_tokens=tile_tokens
+    )
     expected = expect_dense(case, **options)
-    for chunk_tokens, tile_tokens in ((4, 7), (16, 16), (1000, 1000)):
-        actual = paged_attention_xla(
-            case.query, case.k, case.v, **case.arrays, **options, chunk_tokens=chunk_tokens, tile_tokens=tile_tokens
-        )
-        chex.assert_trees_all_close(jax.tree.map(np.asarray, actual), expected, atol=2e-5, rtol=2e-5)
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, actual), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("counts", [None, [5, 1, 0, 16, 1]], ids=["decode", "ragged"])
@@ -245,26 +250,24 @@ def test_scaled_pool_equals_dense_on_dequantised_values_with_poisoned_dead_scale
 @given(
     lens=st.lists(st.integers(0, 24), min_size=4, max_size=4),
     queries=st.lists(st.integers(0, 6), min_size=4, max_size=4),
-    heads=st.sampled_from([(4, 2), (3, 1)]),
     block_size=st.sampled_from([1, 4]),
-    options=st.sampled_from([{}, {"sliding_window": 4}, {"logits_soft_cap": 2.0, "sinks": True}]),
+    options=st.sampled_from([{}, {"sliding_window": 4, "logits_soft_cap": 2.0, "sinks": True}]),
     poison=st.sampled_from([np.nan, np.inf]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_batch_equals_dense(lens, queries, heads, block_size, options, poison, seed):
-    shape = dataclasses.replace(TINY, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
+def test_any_batch_equals_dense(lens, queries, block_size, options, poison, seed):
+    shape = dataclasses.replace(TINY, block_size=block_size)
     counts = [min(q, n) for q, n in zip(queries, lens, strict=True)]
     case = make_case(
         shape,
         lens,
         counts=counts,
         max_blocks=24 // block_size,
-        num_padding=24 - sum(counts),
         seed=seed,
         poison=poison,
     )
     if "sinks" in options:
-        options = options | {"sinks": jnp.linspace(-1, 2, heads[0], dtype=jnp.float32)}
+        options = options | {"sinks": jnp.linspace(-1, 2, 4, dtype=jnp.float32)}
     assert_dense(case, "xla", **options)
 
 
@@ -333,7 +336,7 @@ def test_chunk_lengths_agree():
 
 
 def test_rows_of_length_zero_are_zero_with_lse_minus_infinity(implementation):
-    out, lse = run(make_case(TINY, [0, 5, 0]), implementation, return_residual=True)
+    out, lse = run(make_case(TINY, [0, 5, 0], num_rows=3), implementation, return_residual=True)
     np.testing.assert_array_equal(out[[0, 2]], 0.0)
     np.testing.assert_array_equal(lse[[0, 2]], -np.inf)
 
@@ -344,12 +347,12 @@ def test_very_low_scores_still_give_exactly_v(implementation):
         pool[np.isfinite(pool)] = value
     case.query[:] = -524288.0 / 8
     out, lse = run(case, implementation, scale=1.0, return_residual=True)
-    np.testing.assert_array_equal(out, 1.0)
-    np.testing.assert_allclose(lse[:, 0], -524288.0 + np.log([1, 4, 9]), rtol=1e-7)
+    np.testing.assert_array_equal(out[:3], 1.0)
+    np.testing.assert_allclose(lse[:3, 0], -524288.0 + np.log([1, 4, 9]), rtol=1e-7)
 
 
 def test_opposite_huge_scores_stay_finite(implementation):
-    case = make_case(TINY, [9])
+    case = make_case(TINY, [9], num_rows=1)
     case.k[np.isfinite(case.k)] = 6e4 / 8
     case.k[:, 1::2] = np.where(np.isfinite(case.k[:, 1::2]), -6e4 / 8, case.k[:, 1::2])
     case.query[:] = 1.0
@@ -421,11 +424,11 @@ def test_constant_v_comes_back_under_every_mask_and_dtype(options, dtype, implem
     case = make_case(TINY, [1, 5, 24], counts=[1, 3, 20])
     case.v[np.isfinite(case.v)] = 3.0
     out = run(case, implementation, pool_dtype=dtype, query_dtype=dtype, **options)
-    np.testing.assert_allclose(np.asarray(out, np.float32), 3.0, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(out, np.float32)[:24], 3.0, rtol=1e-6)
 
 
 def test_v_that_names_the_kv_head_comes_back_in_its_group(implementation):
-    case = make_case(SMALL, [3, 20])
+    case = make_case(SMALL, [3, 20], num_rows=2)
     case.v[:] = np.arange(3, dtype=np.float32)[None, None, :, None]
     np.testing.assert_allclose(run(case, implementation), np.tile(np.repeat([0, 1, 2], 3)[None, :, None], (2, 1, 64)))
 
@@ -434,13 +437,14 @@ def test_v_that_names_the_kv_head_comes_back_in_its_group(implementation):
 def test_each_row_gets_its_own_row(num_rows, is_ragged, implementation):
     lens = [7, 0, 3, 20, 1][:num_rows]
     counts = [min(n, 2) for n in lens] if is_ragged else None
-    case = make_case(TINY, lens, counts=counts)
+    case = make_case(TINY, lens, counts=counts, num_rows=num_rows)
     for row, n in enumerate(lens):
         for slot in range(n):
             case.v[case.arrays["block_tables"][row, slot // 4], slot % 4] = row + 1
     expected = [r + 1 for r, c in enumerate(counts) for _ in range(c)] if is_ragged else np.arange(1, num_rows + 1)
     expected = np.where(np.asarray(lens) > 0, expected, 0) if not is_ragged else np.asarray(expected)
-    np.testing.assert_allclose(run(case, implementation), np.tile(expected[:, None, None], (1, 4, 8)), rtol=1e-6)
+    out = run(case, implementation)[: len(expected)]
+    np.testing.assert_allclose(out, np.tile(expected[:, None, None], (1, 4, 8)), rtol=1e-6)
 
 
 def test_slices_and_transposed_tables_equal_contiguous_copies_bitwise(implementation):
@@ -487,7 +491,7 @@ def test_sink_counts_once_for_every_chunk_length(window):
 @pytest.mark.parametrize("counts", [None, [0, 3]], ids=["decode", "ragged"])
 def test_lse_of_a_token_that_sees_nothing_is_the_sink(counts, implementation):
     sinks = jnp.asarray([0.5, -1.0, 2.0, 30.0], jnp.float32)
-    case = make_case(TINY, [0, 3], counts=counts, num_padding=2)
+    case = make_case(TINY, [0, 3], counts=counts)
     out, lse = run(case, implementation, sinks=sinks, return_residual=True)
     empty = [0] if counts is None else [3, 4]
     np.testing.assert_array_equal(out[empty], 0.0)
@@ -500,7 +504,7 @@ def test_bfloat16_sinks_are_accepted(implementation):
 
 
 def test_lse_merges_two_halves_of_the_context(implementation):
-    case = make_case(TINY, [16])
+    case = make_case(TINY, [16], num_rows=1)
     whole, _ = expect_dense(case)
     parts = []
     for half in (slice(0, 2), slice(2, 4)):
@@ -540,10 +544,10 @@ def test_neighbours_do_not_change_a_bit_of_a_row(neighbours):
 
 
 def test_decode_equals_the_last_row_of_prefill():
-    prefill = make_case(SMALL, [37], counts=[37])
-    decode = SimpleNamespace(query=prefill.query[-1:], k=prefill.k, v=prefill.v)
+    prefill = make_case(SMALL, [37], counts=[37], num_rows=1)
+    decode = SimpleNamespace(query=prefill.query[36:37], k=prefill.k, v=prefill.v)
     decode.arrays = {name: prefill.arrays[name] for name in ("block_tables", "seq_lens")}
-    np.testing.assert_allclose(run(decode, "xla"), run(prefill, "xla")[-1:], atol=1e-6)
+    np.testing.assert_allclose(run(decode, "xla"), run(prefill, "xla")[36:37], atol=1e-6)
 
 
 @pytest.mark.parametrize("counts", [None, [4, 1, 9]], ids=["decode", "ragged"])
@@ -621,7 +625,7 @@ def test_wide_table_and_large_pool_need_no_temporary_of_their_size(dtype, num_to
 def test_one_executable_serves_all_lengths():
     compiled = jax.jit(partial(paged_attention, implementation="xla"))
     for lens in ([1, 2], [24, 0], [17, 23]):
-        case = make_case(TINY, [24, 24])
+        case = make_case(TINY, [24, 24], num_rows=2)
         arrays = {"block_tables": jnp.asarray(case.arrays["block_tables"]), "seq_lens": jnp.asarray(lens, jnp.int32)}
         compiled(jnp.asarray(case.query), jnp.asarray(case.k), jnp.asarray(case.v), **arrays)
     assert compiled._cache_size() == 1
@@ -671,7 +675,7 @@ def test_attend_prefill_then_decode_writes_exactly_the_live_slots_and_equals_den
 
 
 def test_attend_without_k_and_v_reads_the_shared_cache_and_changes_nothing():
-    case = make_case(TINY, [3, 9])
+    case = make_case(TINY, [3, 9], num_rows=2)
     cache = LayerCache(k=jnp.asarray(case.k), v=jnp.asarray(case.v), group=0)
     out, after = attend(cache, jnp.asarray(case.query), None, None, decode_batch(case.arrays["block_tables"], [3, 9]))
     np.testing.assert_array_equal(out, run(case, "xla"))
@@ -679,7 +683,7 @@ def test_attend_without_k_and_v_reads_the_shared_cache_and_changes_nothing():
 
 
 def test_attend_uses_table_and_slots_of_its_group():
-    case = make_case(TINY, [3, 9])
+    case = make_case(TINY, [3, 9], num_rows=2)
     right = decode_batch(case.arrays["block_tables"], [3, 9])
     wrong = jnp.zeros_like(right.block_tables)
     batch = dataclasses.replace(right, block_tables=jnp.concatenate([wrong, right.block_tables]))
@@ -693,7 +697,7 @@ def test_attend_uses_table_and_slots_of_its_group():
     [("xla", "nonsense", None), (None, "nonsense", ValueError), ("mosaic_gpu", "xla", NotImplementedError)],
 )
 def test_attend_prefers_the_argument_over_the_batch(argument, in_batch, error):
-    case = make_case(TINY, [3])
+    case = make_case(TINY, [3], num_rows=1)
     cache = LayerCache(k=jnp.asarray(case.k), v=jnp.asarray(case.v), group=0)
     batch = decode_batch(case.arrays["block_tables"], [3], implementation=in_batch)
     call = partial(attend, cache, jnp.asarray(case.query), None, None, batch, implementation=argument)
@@ -705,7 +709,7 @@ def test_attend_prefers_the_argument_over_the_batch(argument, in_batch, error):
 
 
 def test_attend_with_k_but_no_v_is_refused():
-    case = make_case(TINY, [3])
+    case = make_case(TINY, [3], num_rows=1)
     cache = LayerCache(k=jnp.asarray(case.k), v=jnp.asarray(case.v), group=0)
     batch = decode_batch(case.arrays["block_tables"], [3])
     with pytest.raises(ValueError, match="k is given but v is None"):

@@ -1,5 +1,6 @@
 """The block manager equals the plain-Python model after every operation, and the test is sharp enough to tell."""
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -9,6 +10,7 @@ from block_manager_machine import BlockManagerMachine, TwoGroupsMachine, jitted
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+SOAK_EXAMPLES = int(os.environ.get("SOAK_EXAMPLES", "2000"))
 SETTINGS = settings(max_examples=60, stateful_step_count=40)
 #: For planted bugs: no shrinking, the first failure is enough.
 HUNT = settings(max_examples=150, stateful_step_count=60, phases=[Phase.generate])
@@ -22,7 +24,7 @@ def test_block_manager_random_operations_equal_plain_model(machine):
 @pytest.mark.soak
 @pytest.mark.parametrize("machine", [BlockManagerMachine, TwoGroupsMachine])
 def test_block_manager_long_random_operations_equal_plain_model(machine):
-    run_state_machine_as_test(machine, settings=settings(max_examples=600, stateful_step_count=80))
+    run_state_machine_as_test(machine, settings=settings(max_examples=SOAK_EXAMPLES, stateful_step_count=80))
 
 
 #: (name, file, the line as it is, the line with the bug). Each bug changes one line.

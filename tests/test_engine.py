@@ -1,8 +1,10 @@
 """LLM: order of results, queueing, options, isolation of failures, its own API."""
 
 import dataclasses
+import os
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from doubles import (
     TINY,
@@ -39,7 +41,6 @@ def generate(llm, prompts, params=GREEDY):
     return llm.generate(ids(prompts), params, use_tqdm=False)
 
 
-@pytest.mark.core
 def test_generate_more_prompts_than_rows_refills_rows_and_keeps_the_order(llm):
     prompts = [prompt(1 + n % 11, 1 + n) for n in range(30)]
     outputs = generate(llm, prompts)
@@ -47,7 +48,6 @@ def test_generate_more_prompts_than_rows_refills_rows_and_keeps_the_order(llm):
     assert [o.prompt_token_ids for o in outputs] == prompts
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("num_blocks", [8, 12, 40])
 @pytest.mark.parametrize("decode_steps", [1, 5])
 def test_oracle_requests_through_a_scarce_pool_never_read_a_wrong_slot(num_blocks, decode_steps):
@@ -57,6 +57,18 @@ def test_oracle_requests_through_a_scarce_pool_never_read_a_wrong_slot(num_block
     outputs = generate(llm, prompts, params)
     assert tokens_of(outputs) == [oracle_tokens(p, s.max_tokens) for p, s in zip(prompts, params, strict=True)]
     assert llm.is_whole
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_blocks", [6, 30])
+def test_oracle_many_random_requests_leave_the_pool_whole(num_blocks):
+    rng, llm = np.random.default_rng(num_blocks), oracle_llm(num_blocks)
+    for _ in range(int(os.environ.get("SOAK_EXAMPLES", "2000")) // 50):
+        prompts = [prompt(int(n), 1 + i) for i, n in enumerate(rng.integers(1, 13, 40))]
+        params = [dataclasses.replace(GREEDY, max_tokens=int(n)) for n in rng.integers(1, 13, 40)]
+        expected = [oracle_tokens(p, s.max_tokens) for p, s in zip(prompts, params, strict=True)]
+        assert tokens_of(generate(llm, prompts, params)) == expected
+        assert llm.is_whole
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
@@ -153,6 +165,26 @@ def test_generate_tokenizer_failure_fails_that_request_alone(llm):
     finally:
         llm.tokenizer = None
     assert isinstance(failed.error, KeyError)
+    assert fine.outputs[0].token_ids == dense_tokens(prompt(5), 6)
+
+
+def test_generate_tokenizer_that_cannot_encode_fails_that_prompt_alone(llm):
+    class Broken(ByteTokenizer):
+        def encode(self, text):
+            raise KeyError(text)
+
+    llm.tokenizer = Broken()
+    try:
+        failed, fine = llm.generate(["x", {"prompt_token_ids": prompt(5)}], GREEDY, use_tqdm=False)
+    finally:
+        llm.tokenizer = None
+    assert "cannot encode" in str(failed.error)
+    assert fine.outputs[0].token_ids == dense_tokens(prompt(5), 6)
+
+
+def test_generate_params_of_another_type_fail_alone(llm):
+    failed, fine = llm.generate(ids([prompt(3), prompt(5)]), [{"temperature": 0}, GREEDY], use_tqdm=False)
+    assert "SamplingParams" in str(failed.error)
     assert fine.outputs[0].token_ids == dense_tokens(prompt(5), 6)
 
 

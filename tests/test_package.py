@@ -21,13 +21,11 @@ def run(*args: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.core
 def test_public_names_exist_and_are_documented():
     for name in paged_jax.__all__:
         assert getattr(paged_jax, name).__doc__, name
 
 
-@pytest.mark.core
 def test_version_is_that_of_the_project():
     assert f'version = "{paged_jax.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
@@ -44,7 +42,6 @@ def test_import_costs_less_than_one_and_a_half_times_jax_and_flax():
     assert ours < 1.5 * base, (ours, base, statistics.median(p[1] / p[0] for p in pairs))
 
 
-@pytest.mark.core
 def test_import_loads_no_optional_package():
     optional = {"models", "tokenizers", "gguf", "tqdm", "torch"}
     assert run("-c", f"import sys, paged_jax; print({optional} & set(sys.modules))").stdout.strip() == "set()"
@@ -59,7 +56,6 @@ def test_paged_jax_imports_no_model_and_kernels_import_nothing_of_ours():
             assert not re.search(f"^(from|import) {banned}", path.read_text(), re.MULTILINE), path
 
 
-@pytest.mark.core
 def test_example_own_model_runs_in_plain_jax_and_flax():
     result = run("-m", "examples.own_model")
     assert result.returncode == 0, result.stderr
@@ -92,7 +88,6 @@ def test_command_line_json_gives_one_object_per_prompt():
     assert "empty" in second["error"]
 
 
-@pytest.mark.core
 def test_command_line_wrong_model_is_an_error_without_traceback():
     result = run("-m", "paged_jax", "generate", "--model", "/no/such/model", "--prompt", "x")
     assert result.returncode == 2
@@ -100,7 +95,6 @@ def test_command_line_wrong_model_is_an_error_without_traceback():
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("option", [["--max-tokens", "0"], ["--temperature", "-1"], ["--top-p", "nan"]])
 def test_command_line_bad_parameter_is_an_error_before_anything_is_loaded(option):
     start = time.monotonic()

@@ -9,8 +9,6 @@ import pytest
 
 from pallas_kernels.reference import MASK_VALUE, paged_attention_reference
 
-pytestmark = pytest.mark.core
-
 
 def attention(query, keys, values, **options):
     """One row whose tokens lie in one block (id 1) of a pool with K = H = 1."""

@@ -1,0 +1,293 @@
+"""GGUF files: what is read, and everything that can be wrong with them."""
+
+import struct
+
+import chex
+import numpy as np
+import pytest
+
+from models import load_model
+from models.gguf_file import unpermute
+
+HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    prefix, _, rest = name.removeprefix("model.layers.").partition(".") if "layers" in name else ("", "", name)
+    stem, _, suffix = rest.rpartition(".")
+    return f"{f'blk.{prefix}.' if prefix else ''}{HF_TO_GGUF[stem]}.{suffix}"
+
+
+def interleave(weight, heads):
+    """Rows of each head from halves to pairs: what llama.cpp's converter does to Q and K."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def gguf_metadata(config):
+    letters = [chr(97 + i) for i in range(26)]
+    tokens = ["<unk>", "<s>", "</s>", "<|tool|>", *letters, "ab", "Ġ", "1", "2", "12"]
+    tokens += [f"spare{i}" for i in range(config["vocab_size"] - len(tokens))]
+    return {
+        "general.architecture": "llama",
+        "llama.block_count": config["num_hidden_layers"],
+        "llama.context_length": config["max_position_embeddings"],
+        "llama.embedding_length": config["hidden_size"],
+        "llama.feed_forward_length": config["intermediate_size"],
+        "llama.attention.head_count": config["num_attention_heads"],
+        "llama.attention.head_count_kv": config["num_key_value_heads"],
+        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "llama.rope.dimension_count": config["head_dim"],
+        "llama.rope.freq_base": config["rope_theta"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 4] + [1] * (len(tokens) - 4),
+        "tokenizer.ggml.merges": ["a b", "1 2"],  # the second one never applies: digits are split first
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{{ eos_token }}",
+    }
+
+
+def pack_text(text):
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def pack_value(value):
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + pack_text(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<Ii", 5, value)
+    if isinstance(value, float):
+        return struct.pack("<Id", 12, value)
+    items = b"".join(pack_value(item)[4:] for item in value)
+    return struct.pack("<I", 9) + pack_value(value[0])[:4] + struct.pack("<Q", len(value)) + items
+
+
+def gguf_bytes(metadata, tensors, *, entry=None, counts=None, magic=b"GGUF", version=3):
+    """A GGUF file, written independently of the code under test.
+
+    entry(name, fields) may change (name, shape, type, offset) of the tensor table, counts the two numbers of entries.
+    """
+    body, table = b"", b""
+    for name, value in tensors.items():
+        fields = (name, value.shape[::-1], {np.float32: 0, np.float16: 1}[value.dtype.type], len(body))
+        name, shape, kind, offset = entry(*fields) if entry else fields
+        table += (
+            pack_text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+        )
+        body += value.tobytes() + bytes(-value.nbytes % 32)
+    pairs = b"".join(pack_text(key) + pack_value(value) for key, value in metadata.items())
+    num_tensors, num_pairs = counts or (len(tensors), len(metadata))
+    head = magic + struct.pack("<IQQ", version, num_tensors, num_pairs) + pairs + table
+    return head + bytes(-len(head) % 32) + body
+
+
+def gguf_tensors(model):
+    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
+    tensors = {}
+    for name, value in model.weights.items():
+        part = name.split(".")[-2]
+        tensors[gguf_name(name)] = interleave(value, heads[part]) if part in heads else value
+    return tensors
+
+
+@pytest.fixture
+def gguf(tiny, tmp_path):
+    """gguf(variant, metadata changes (None removes), tensors, cut, options of gguf_bytes) -> path of a tiny file."""
+
+    def write(variant="plain", changes=None, tensors=None, cut=None, **options):
+        model = tiny(variant)
+        metadata = gguf_metadata(model.config_json) | (changes or {})
+        metadata = {key: value for key, value in metadata.items() if value is not None}
+        content = gguf_bytes(metadata, gguf_tensors(model) if tensors is None else tensors, **options)
+        path = tmp_path / "model.gguf"
+        path.write_bytes(content if cut is None else content[:cut])
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("variant", ["plain", "biased", "tied"])
+def test_load_gguf_restores_config_and_params(gguf, tiny, variant):
+    model = tiny(variant)
+    loaded = load_model(gguf(variant))
+    assert loaded.config == model.config
+    chex.assert_trees_all_equal(loaded.params, model.params())
+
+
+def test_load_gguf_of_float16_is_exact(gguf, tiny):
+    tensors = {name: value.astype(np.float16) for name, value in gguf_tensors(tiny("plain")).items()}
+    params = load_model(gguf(tensors=tensors)).params
+    expected = tensors["token_embd.weight"].astype(np.float32)
+    chex.assert_trees_all_equal(np.asarray(params["embedding"]), expected)
+
+
+def test_unpermute_of_two_heads_turns_pairs_into_halves():
+    rows = np.array([0, 2, 1, 3, 10, 12, 11, 13])  # halves (0 1 | 2 3) stored as pairs 0 2, 1 3
+    assert unpermute(rows, 2).tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+def test_load_gguf_tokenizer_parses_special_tokens_digits_and_merges(gguf):
+    loaded = load_model(gguf())
+    ids = loaded.tokenizer.encode("ab<|tool|>c 12</s>").ids
+    assert [loaded.tokenizer.id_to_token(i) for i in ids] == ["ab", "<|tool|>", "c", "Ġ", "1", "2", "</s>"]
+    assert loaded.tokenizer.decode(ids) == "ab<|tool|>c 12"
+    assert (loaded.bos_token, loaded.eos_token, loaded.chat_template) == ("<s>", "</s>", "{{ eos_token }}")
+
+
+def test_load_gguf_with_add_bos_token_puts_it_first_once(gguf):
+    tokenizer = load_model(gguf(changes={"tokenizer.ggml.add_bos_token": True})).tokenizer
+    assert tokenizer.encode("c").ids == [1, 6]
+    assert tokenizer.encode("c", add_special_tokens=False).ids == [6]
+
+
+def test_load_gguf_with_end_of_turn_token_ends_on_both(gguf):
+    assert load_model(gguf(changes={"tokenizer.ggml.eot_token_id": 3})).config.eos_token_ids == (2, 3)
+
+
+HUGE = 2**60
+
+
+def huge_shape(name, shape, kind, offset):
+    return name, (HUGE, HUGE), kind, offset
+
+
+def past_the_end(name, shape, kind, offset):
+    return name, shape, kind, offset + 2**40
+
+
+def all_at_start(name, shape, kind, offset):
+    return name, shape, kind, 0
+
+
+def unaligned(name, shape, kind, offset):
+    return name, shape, kind, offset + 4
+
+
+def same_name(name, shape, kind, offset):
+    return "token_embd.weight", shape, kind, offset
+
+
+def five_axes(name, shape, kind, offset):
+    return name, (1, 1, 1, 1, *shape), kind, offset
+
+
+def unknown_type(name, shape, kind, offset):
+    return name, shape, 999, offset
+
+
+def odd_row(name, shape, kind, offset):
+    return name, shape, 3, offset  # Q4_1 packs 32 values; 48-wide rows do not divide
+
+
+def empty_axis(name, shape, kind, offset):
+    return name, (0, *shape[1:]), kind, offset
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"version": 1}, "version is 1, supported are 2 and 3"),
+        ({"version": 3 << 24}, "version is"),  # big endian
+        ({"counts": (HUGE, 18)}, "number of tensors is 1152921504606846976, more than the rest of the file"),
+        ({"counts": (21, HUGE)}, "number of metadata entries is 1152921504606846976, more than"),
+        ({"counts": (22, 18)}, "past the end|more than|unknown type|axes|UTF-8"),
+        ({"entry": huge_shape}, "past the end of the file"),
+        ({"entry": past_the_end}, "past the end of the file"),
+        ({"entry": all_at_start}, "overlaps"),
+        ({"entry": unaligned}, "not aligned"),
+        ({"entry": same_name}, "duplicate tensor 'token_embd.weight'"),
+        ({"entry": five_axes}, "axes, expected 1 to 4"),
+        ({"entry": unknown_type}, "unknown type 999"),
+        ({"entry": odd_row}, "of type Q4_1 cannot have shape"),
+        ({"entry": empty_axis}, "cannot have shape"),
+        ({"cut": 6}, "past the end of the file"),
+        ({"cut": 700}, "past the end of the file|more than the rest"),
+        ({"cut": -40}, "past the end of the file"),
+    ],
+)
+def test_load_damaged_gguf_says_where(gguf, options, match, refused):
+    path = gguf(**options)
+    with refused(match):
+        load_model(path)
+
+
+@pytest.mark.parametrize("cut", range(4, 1600, 97))
+def test_load_gguf_cut_anywhere_in_the_header_is_refused(gguf, cut, refused):
+    path = gguf(cut=cut)
+    with refused("not a valid GGUF file"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        (struct.pack("<Q", HUGE), "length of metadata key is"),
+        (pack_text("k") + struct.pack("<IQ", 8, HUGE), "length of 'k' is"),
+        (pack_text("k") + struct.pack("<IIQ", 9, 8, HUGE), "length of 'k' is"),
+        (pack_text("k") + struct.pack("<IIQ", 9, 12, 2**61), "length of 'k' is"),
+        (pack_text("k") + struct.pack("<IIQ", 9, 9, 1), "array of unsupported type 9"),
+        (pack_text("k") + struct.pack("<I", 99), "unknown type 99"),
+        (struct.pack("<Q", 2) + b"\xff\xff" + struct.pack("<I", 0), "not UTF-8"),
+        (
+            pack_text("k") + struct.pack("<IB", 0, 1) + pack_text("k") + struct.pack("<IB", 0, 1),
+            "duplicate metadata key",
+        ),
+    ],
+)
+def test_load_gguf_with_hostile_metadata_is_refused(tmp_path, record, match, refused):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + record + bytes(64))
+    with refused(match):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported, only llama"),
+        ({"general.architecture": None}, "'general.architecture' is missing"),
+        ({"llama.embedding_length": None}, "'llama.embedding_length' is missing"),
+        ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected int"),
+        ({"llama.block_count": 2**31 - 1}, "says 2147483647 layers"),
+        ({"llama.block_count": 1}, "unexpected tensor blk.1"),
+        ({"llama.block_count": 3}, r"missing tensor blk.2.attn_q.weight \[32, 32\]"),
+        ({"llama.attention.head_count": 0}, "does not divide into 0 heads"),
+        ({"llama.attention.head_count": 3}, "does not divide into 3 heads"),
+        ({"llama.expert_count": 8}, "llama.expert_count = 8, supported is 0"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn'"),
+        ({"general.alignment": 0}, "general.alignment is 0"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama' .* not supported"),
+        ({"tokenizer.ggml.pre": "qwen2"}, "pre-tokenizer 'qwen2' is not supported, only 'gpt2' with smollm"),
+        ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
+        ({"tokenizer.ggml.tokens": ["a"] * 40}, "duplicate tokens"),
+        ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(41)]}, r"token_embd.weight has shape \[40, 32\]|41 tokens"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "eos and bos token ids|must be a list of str"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, "merges do not fit the vocabulary"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "merges do not fit the vocabulary"),
+        ({"tokenizer.ggml.eos_token_id": 40}, "got 40"),
+        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}, "bos_token_id is None"),
+    ],
+)
+def test_load_gguf_with_bad_metadata_value_names_the_key(gguf, changes, match, refused):
+    path = gguf(changes=changes)
+    with refused(match):
+        load_model(path)
