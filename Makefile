@@ -15,10 +15,10 @@ demo: $(VENV)/ready
 	$(RUN) -m examples.demo
 
 test: $(VENV)/ready
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 soak: $(VENV)/ready
-	$(RUN) -m pytest -m soak
+	$(RUN) -m pytest -m soak -n 2
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,7 @@
+"""Model families and weight loading: ready-made `forward(params, batch, cache)` functions for the engine."""
+
+from models.checkpoint import LoadError
+from models.load import LoadedModel, load_model
+from models.tokenizer import render_chat
+
+__all__ = ["LoadError", "LoadedModel", "load_model", "render_chat"]

