@@ -11,19 +11,16 @@ import numpy as np
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig, cdiv, check_positive
 from paged_jax.decode import FinishReason, Forward, StepOutput
-from paged_jax.detokenizer import Detokenizer
-from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.inputs import Prompt, check_can_ever_fit, derived_seed, max_new_tokens, stop_token_ids, tokenize
+from paged_jax.outputs import RequestOutput, failed_output, finished_output
 from paged_jax.progress import Progress
-from paged_jax.runner import MAX_STOP_TOKEN_IDS, ModelRunner
+from paged_jax.runner import ModelRunner
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduler import Request, RunningRequest, check_can_ever_fit, plan_admissions, plan_prefill
-
-Prompt = str | dict[str, Any]
+from paged_jax.scheduler import Request, RunningRequest, plan_admissions, plan_prefill
 
 #: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
 _DEFAULT_DEVICE_MEMORY_SHARE = 0.9
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 
 
 class LLM:
@@ -38,6 +35,7 @@ class LLM:
             token ids and outputs have no text.
         vocab_size: token ids are below it; logits columns from here on are padding. Default: all logits columns.
         eos_token_ids: tokens that end a sequence unless the request says ignore_eos.
+        max_model_len: longest sequence in tokens, prompt and output. Default: what a row of the block table holds.
         max_num_batched_tokens: prompt tokens that one step takes at most; longer prompts are stored in chunks.
         decode_steps: decode steps per dispatch. Results do not depend on it.
         seed: of requests that bring none.
@@ -58,15 +56,24 @@ class LLM:
         *,
         vocab_size: int | None = None,
         eos_token_ids: Iterable[int] = (),
+        max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         decode_steps: int = 16,
         seed: int = 0,
         implementation: str | None = None,
     ) -> None:
         check_positive("LLM", max_num_batched_tokens=max_num_batched_tokens, decode_steps=decode_steps)
+        if max_model_len is not None:
+            check_positive("LLM", max_model_len=max_model_len)
+            if max_model_len > cache_config.max_model_len:
+                raise ValueError(
+                    f"LLM.max_model_len={max_model_len} exceeds the {cache_config.max_model_len} tokens of a row of "
+                    "the block table; raise max_blocks_per_seq"
+                )
         self.cache_config = cache_config
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
+        self.max_model_len = cache_config.max_model_len if max_model_len is None else max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_free_blocks = cache_config.num_blocks - 1
         self.peak_blocks = 0
@@ -146,13 +153,12 @@ class LLM:
             model.tokenizer,
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
+            max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             decode_steps=decode_steps,
             seed=seed,
             implementation=implementation,
         )
-
-    # -- what users call ---------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -199,7 +205,7 @@ class LLM:
                         self.add_request(ids[-1], prompt, param)
                     except (ValueError, TypeError) as error:
                         self._num_requests += 1
-                        done[ids[-1]] = _failed(ids[-1], prompt, error)
+                        done[ids[-1]] = failed_output(ids[-1], prompt, error)
                         progress.update(done[ids[-1]])
                 while self.has_unfinished_requests():
                     for output in self.step():
@@ -223,21 +229,15 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if any(r.request_id == request_id for r in [*self._waiting, *(r.request for r in self._running)]):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
-        text, token_ids = self._tokenize(prompt)
-        room = self.cache_config.max_model_len - len(token_ids)
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, and max_model_len={self.cache_config.max_model_len} leaves "
-                "no room to generate; shorten the prompt or raise max_model_len"
-            )
-        self._stop_token_ids(params)
+        text, token_ids = tokenize(prompt, self.tokenizer, self._runner.vocab_size)
+        stop_token_ids(params, self.eos_token_ids)
         request = Request(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            seed=params.seed if params.seed is not None else _derived_seed(self._seed, self._num_requests),
+            max_tokens=max_new_tokens(params, len(token_ids), self.max_model_len),
+            seed=derived_seed(self._seed, self._num_requests) if params.seed is None else params.seed,
         )
         check_can_ever_fit(request, self.cache_config)
         self._num_requests += 1
@@ -256,9 +256,12 @@ class LLM:
         for request, row in plan_admissions(self._waiting, self._running, self.cache_config):
             self._waiting.popleft()
             self._running.append(RunningRequest(request=request, row=row))
-            stop = self._stop_token_ids(request.params)
             self._runner.set_row(
-                row, request.params, seed=request.seed, max_tokens=request.max_tokens, stop_token_ids=stop
+                row,
+                request.params,
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                stop_token_ids=stop_token_ids(request.params, self.eos_token_ids),
             )
         if not self._running:
             return []
@@ -300,52 +303,16 @@ class LLM:
         """Share of the pool's blocks that are in use, 0 ... 1, after the last step."""
         return 1 - self.num_free_blocks / (self.cache_config.num_blocks - 1)
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    'a text prompt needs a tokenizer; give LLM(tokenizer=...) or {"prompt_token_ids": [...]}'
-                )
-            try:
-                encoded = self.tokenizer.encode(prompt)
-            except Exception as error:  # foreign code: its failure must not touch other requests
-                raise ValueError(f"the tokenizer cannot encode the prompt: {error!r}") from error
-            text, token_ids = prompt, getattr(encoded, "ids", encoded)
-        elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            text, token_ids = prompt.get("prompt"), prompt["prompt_token_ids"]
-        else:
-            raise TypeError(f'a prompt is a str or a dict with "prompt_token_ids", got {type(prompt).__name__}')
-        ids = np.asarray(token_ids)
-        if ids.size == 0:
-            raise ValueError("the prompt is empty: it must have at least one token")
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype}{list(ids.shape)}")
-        if ids.min() < 0 or ids.max() >= self._runner.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= self._runner.vocab_size)][0]
-            raise ValueError(f"prompt token id {wrong} is outside the vocabulary 0 ... {self._runner.vocab_size - 1}")
-        return text, tuple(ids.tolist())
-
-    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        stop = dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)))
-        if len(stop) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids: {len(stop)} stop tokens, the end-of-sequence tokens included; the limit is "
-                f"{MAX_STOP_TOKEN_IDS}"
-            )
-        return tuple(stop)
-
     def _prefill(self, chunk: Sequence[tuple[RunningRequest, int]]) -> StepOutput:
         chunks = []
         for running, count in chunk:
             start = running.num_computed_tokens
             token_ids = running.request.prompt_token_ids[start : start + count]
+            chunks.append((running.row, token_ids, count == running.num_prompt_tokens_left))
+        output = self._runner.prefill(chunks)
+        for running, count in chunk:
             running.num_computed_tokens += count
-            chunks.append((running.row, token_ids, running.num_prompt_tokens_left == 0))
-        return self._runner.prefill(chunks)
-
-    # -- results -----------------------------------------------------------------------------------------------------
+        return output
 
     def _commit(self, output: StepOutput) -> Iterator[RequestOutput]:
         for running in list(self._running):
@@ -354,57 +321,7 @@ class LLM:
             finish = FinishReason(int(output.finish[running.row]))
             if finish != FinishReason.NONE:
                 self._running.remove(running)
-                yield self._finished(running, finish)
-
-    def _finished(self, running: RunningRequest, finish: FinishReason) -> RequestOutput:
-        request, error = running.request, None
-        if finish == FinishReason.ERROR:
-            error = FloatingPointError(
-                f"the model's logits after {len(request.prompt_token_ids) + len(running.token_ids)} tokens were not "
-                "finite; look for NaN or inf in the weights, or a dtype that overflows"
-            )
-        text = ""
-        if self.tokenizer is not None and request.params.detokenize:
-            try:
-                text = self._detokenize(request, running.token_ids)
-            except Exception as failure:  # a tokenizer is foreign code; its failure must not touch other requests
-                error, finish = failure, FinishReason.ERROR
-        stopped_by = running.token_ids[-1] if finish == FinishReason.STOP else None
-        completion = CompletionOutput(
-            index=0,
-            text=text,
-            token_ids=running.token_ids,
-            finish_reason=_FINISH_REASONS[finish],
-            stop_reason=stopped_by if stopped_by in request.params.stop_token_ids else None,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[completion],
-            finished=True,
-            error=error,
-        )
-
-    def _detokenize(self, request: Request, token_ids: Sequence[int]) -> str:
-        detokenizer = Detokenizer(self.tokenizer, request.prompt_token_ids, request.params.skip_special_tokens)
-        return detokenizer.push(token_ids) + detokenizer.finish()
-
-
-def _failed(request_id: str, prompt: Prompt, error: Exception) -> RequestOutput:
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=[],
-        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
-        finished=True,
-        error=error,
-    )
-
-
-def _derived_seed(seed: int, number: int) -> int:
-    """A seed for request `number` of an engine with `seed`; different requests draw differently."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
+                yield finished_output(running.request, running.token_ids, finish, self.tokenizer)
 
 
 def _default_num_blocks(sizes: CacheConfig) -> int:

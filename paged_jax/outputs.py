@@ -1,6 +1,14 @@
-"""What generation returns."""
+"""What generation returns, and how it is made of tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from paged_jax.decode import FinishReason
+from paged_jax.detokenizer import Detokenizer
+from paged_jax.scheduler import Request
+
+_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +50,53 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     error: Exception | None = None
+
+
+def finished_output(
+    request: Request, token_ids: list[int], finish: FinishReason, tokenizer: Any | None
+) -> RequestOutput:
+    """The result of a request that ended on the device."""
+    text, error = "", None
+    if finish == FinishReason.ERROR:
+        error = FloatingPointError(
+            f"the model's logits after {len(request.prompt_token_ids) + len(token_ids)} tokens were not finite; look "
+            "for NaN or inf in the weights, or a dtype that overflows"
+        )
+    if tokenizer is not None and request.params.detokenize:
+        try:
+            text = _decode(tokenizer, request, token_ids)
+        except Exception as failure:  # foreign code: its failure must not touch other requests
+            error, finish = failure, FinishReason.ERROR
+    stopped_by = token_ids[-1] if finish == FinishReason.STOP else None
+    completion = CompletionOutput(
+        index=0,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=_FINISH_REASONS[finish],
+        stop_reason=stopped_by if stopped_by in request.params.stop_token_ids else None,
+    )
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=list(request.prompt_token_ids),
+        outputs=[completion],
+        finished=True,
+        error=error,
+    )
+
+
+def failed_output(request_id: str, prompt: object, error: Exception) -> RequestOutput:
+    """The result of a prompt that never became a request."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")],
+        finished=True,
+        error=error,
+    )
+
+
+def _decode(tokenizer: Any, request: Request, token_ids: Sequence[int]) -> str:
+    detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.params.skip_special_tokens)
+    return detokenizer.push(token_ids) + detokenizer.finish()

@@ -20,11 +20,9 @@ from paged_jax.decode import (
     prefill_step,
     release_rows,
 )
+from paged_jax.inputs import MAX_STOP_TOKEN_IDS
 from paged_jax.sampling import seed_words
 from paged_jax.sampling_params import SamplingParams
-
-#: Stop tokens per request, end-of-sequence tokens included: the static width of an array.
-MAX_STOP_TOKEN_IDS = 16
 
 
 def bucket_sizes(maximum: int, minimum: int = 1) -> tuple[int, ...]:

@@ -58,18 +58,6 @@ class RunningRequest:
         return len(self.request.prompt_token_ids) - self.num_computed_tokens
 
 
-def check_can_ever_fit(request: Request, config: CacheConfig) -> None:
-    """Raises ValueError, with the need and the capacity, if the empty pool could not hold the request."""
-    need, capacity = config.num_blocks_for(request.max_stored_tokens), config.num_blocks - 1
-    if need > capacity:
-        raise ValueError(
-            f"the request needs {need} blocks of {config.block_size} tokens (a prompt of "
-            f"{len(request.prompt_token_ids)} tokens and max_tokens={request.max_tokens}), but the pool has only "
-            f"{capacity} = {capacity * config.block_size // config.num_groups} tokens; raise num_blocks, or lower "
-            f"max_tokens or the prompt's length"
-        )
-
-
 def plan_admissions(
     waiting: Iterable[Request], running: Sequence[RunningRequest], config: CacheConfig
 ) -> list[tuple[Request, int]]:

@@ -292,6 +292,23 @@ def test_release_many_rows_at_once_equals_one_by_one():
     chex.assert_trees_all_equal(together, pool)
 
 
+def test_all_operations_under_vmap_equal_one_by_one():
+    def run(length):
+        pool, table = manager(9, num_rows=3, width=4)
+        counts = jnp.array([0, 1, 0], jnp.int32) * length
+        pool, table, appended = append_tokens(pool, table, counts, max_new_tokens=12)
+        pool, table, forked = fork(pool, table, jnp.array([1, 1, 2], jnp.int32))
+        pool, table, again = append_tokens(pool, table, jnp.array([2, 1, 0], jnp.int32), max_new_tokens=2)
+        pool, table, cut = truncate(pool, table, table.seq_lens // 2)
+        pool, table, freed = release(pool, table, jnp.array([True, False, False]))
+        return pool, table, appended, again, forked, cut, freed
+
+    lengths = jnp.arange(1, 13, dtype=jnp.int32)
+    together, one_by_one = jax.jit(jax.vmap(run))(lengths), jax.jit(run)
+    for i, length in enumerate(lengths):
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, i=i: x[i], together), one_by_one(length))
+
+
 # -- the checker itself ----------------------------------------------------------------------------------------------
 
 

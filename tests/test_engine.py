@@ -125,6 +125,18 @@ def test_prompt_must_leave_room_for_one_token(length, is_served):
         assert "max_model_len=12" in str(output.error)
 
 
+def test_generation_stops_at_max_model_len_inside_a_block():
+    llm = tiny_llm(40, max_model_len=10)
+    (output,) = generate(llm, [prompt(7)], SamplingParams(temperature=0, max_tokens=None))
+    assert output.outputs[0].token_ids == dense_tokens(prompt(7), 3)
+
+
+@pytest.mark.parametrize("max_model_len", [0, 161])
+def test_max_model_len_beyond_the_block_table_is_refused(max_model_len):
+    with pytest.raises(ValueError, match="max_model_len"):
+        tiny_llm(40, max_model_len=max_model_len)
+
+
 @pytest.mark.parametrize("bad", [5, None, [1, 2], {"text": "x"}])
 def test_generate_prompt_of_the_wrong_kind_fails_alone(llm, bad):
     outputs = llm.generate([{"prompt_token_ids": prompt(3)}, bad], GREEDY, use_tqdm=False)
@@ -257,6 +269,17 @@ def test_interrupted_generate_leaves_an_idle_engine(llm, monkeypatch):
     monkeypatch.setattr(llm._runner, "decode", interrupt)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, [prompt(9)])
+
+
+def test_step_that_fails_before_it_ran_leaves_nothing_behind(llm, monkeypatch):
+    def fails(_):
+        raise MemoryError
+
+    monkeypatch.setattr(llm._runner, "prefill", fails)
+    with pytest.raises(MemoryError):
+        generate(llm, [prompt(9)])
+    monkeypatch.undo()
+    assert tokens_of(generate(llm, [prompt(9)])) == [dense_tokens(prompt(9), 6)]
 
 
 def test_too_many_stop_tokens_fail_alone_with_the_limit(llm):

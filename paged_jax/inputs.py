@@ -1,0 +1,97 @@
+"""From what the user gives to a Request: tokenising, limits, seeds. Every check of a prompt is here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paged_jax.config import CacheConfig
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduler import Request
+
+#: A text, or {"prompt_token_ids": [int, ...]}.
+Prompt = str | dict[str, Any]
+
+#: Stop tokens per request, end-of-sequence tokens included: the static width of an array on the device.
+MAX_STOP_TOKEN_IDS = 16
+
+
+def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
+    """The prompt's text, if it has one, and its token ids.
+
+    Raises:
+        ValueError: no tokenizer for a text, no token at all, or an id that is no integer or not in the vocabulary.
+        TypeError: the prompt is neither text nor a dict with "prompt_token_ids".
+    """
+    if isinstance(prompt, str):
+        text, token_ids = prompt, _encode(prompt, tokenizer)
+    elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+        text, token_ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+    else:
+        raise TypeError(f'a prompt is a str or a dict with "prompt_token_ids", got {type(prompt).__name__}')
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        raise ValueError("the prompt is empty: it must have at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"prompt_token_ids must be a flat list of integers, got {ids.dtype}{list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"prompt token id {wrong} is outside the vocabulary 0 ... {vocab_size - 1}")
+    return text, tuple(ids.tolist())
+
+
+def _encode(text: str, tokenizer: Any) -> Sequence[int]:
+    if tokenizer is None:
+        raise ValueError('a text prompt needs a tokenizer; give LLM(tokenizer=...) or {"prompt_token_ids": [...]}')
+    try:
+        encoded = tokenizer.encode(text)
+    except Exception as error:  # foreign code: its failure must not touch other requests
+        raise ValueError(f"the tokenizer cannot encode the prompt: {error!r}") from error
+    return getattr(encoded, "ids", encoded)
+
+
+def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """All tokens that end the request.
+
+    Raises:
+        ValueError: more than MAX_STOP_TOKEN_IDS.
+    """
+    stop = tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))))
+    if len(stop) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(
+            f"stop_token_ids: {len(stop)} stop tokens, the end-of-sequence tokens included; the limit is "
+            f"{MAX_STOP_TOKEN_IDS}"
+        )
+    return stop
+
+
+def max_new_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens that the request may generate: max_tokens, or less where the model's length ends before.
+
+    Raises:
+        ValueError: the prompt leaves no room for a token.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens, and max_model_len={max_model_len} leaves no room to generate; "
+            "shorten the prompt or raise max_model_len"
+        )
+    return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def check_can_ever_fit(request: Request, config: CacheConfig) -> None:
+    """Raises ValueError, with the need and the capacity, if the empty pool could not hold the request."""
+    need, capacity = config.num_blocks_for(request.max_stored_tokens), config.num_blocks - 1
+    if need > capacity:
+        raise ValueError(
+            f"the request needs {need} blocks of {config.block_size} tokens (a prompt of "
+            f"{len(request.prompt_token_ids)} tokens and max_tokens={request.max_tokens}), but the pool has only "
+            f"{capacity} = {capacity * config.block_size // config.num_groups} tokens; raise num_blocks, or lower "
+            f"max_tokens or the prompt's length"
+        )
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """The seed of request `number` of an engine with `seed`, for requests that bring none: all draw differently."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
