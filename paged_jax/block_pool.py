@@ -79,6 +79,14 @@ def exclusive_cumsum(x: Array, axis: int = -1) -> Array:
     return jnp.cumsum(x, axis=axis, dtype=x.dtype) - x
 
 
+def _read_before_write(array: Array, index: Array) -> tuple[Array, Array]:
+    """(array[index], array) such that later writes to the array wait for this read.
+
+    Without the barrier XLA may fuse the read into a consumer behind the write, and must then copy the whole array.
+    """
+    return jax.lax.optimization_barrier((array[index], array))
+
+
 @typed
 def allocate(
     pool: BlockPool, num_blocks: Int32[Array, " R"], *, max_blocks: int, reserve: Int32[Array, ""] | int = 0
@@ -107,12 +115,13 @@ def allocate(
     column = jnp.arange(max_blocks, dtype=jnp.int32)[None]
     wanted = column < counts[:, None]
     position = (pool.head + exclusive_cumsum(counts)[:, None] + column) % pool.num_blocks
-    # The barrier keeps this read out of later fusions: fused behind a write to the queue it would copy the queue.
-    ids = jax.lax.optimization_barrier(jnp.where(wanted, pool.free_queue[position], NULL_BLOCK))
+    queued, free_queue = _read_before_write(pool.free_queue, position)
+    ids = jnp.where(wanted, queued, NULL_BLOCK)
     taken = jnp.sum(counts)
     return (
         replace(
             pool,
+            free_queue=free_queue,
             head=(pool.head + taken) % pool.num_blocks,
             count=pool.count - taken,
             ref_count=pool.ref_count.at[ids].add(wanted.astype(jnp.int32)),
@@ -152,12 +161,13 @@ def push_free(pool: BlockPool, ids: Int32[Array, " n"], dropped: Array) -> Block
     For the block manager only: reference counts must be up to date already.
     """
     order = jnp.arange(1, ids.shape[0] + 1, dtype=jnp.int32)
-    gone = dropped & (pool.ref_count[ids] == 0)
+    counts, ref_count = _read_before_write(pool.ref_count, ids)
+    gone = dropped & (counts == 0)
     # A block that several owners gave up in this call joins once, at its last occurrence. The counts of these blocks,
     # all 0, serve as scratch: an array of zeros of the pool's size would make the cost depend on the pool.
     target = jnp.where(gone, ids, pool.num_blocks)
-    scratch = pool.ref_count.at[target].max(order, mode="drop")
-    joins = gone & (scratch[ids] == order)
+    last, scratch = _read_before_write(ref_count.at[target].max(order, mode="drop"), ids)
+    joins = gone & (last == order)
     position = (pool.head + pool.count + exclusive_cumsum(joins.astype(jnp.int32))) % pool.num_blocks
     return replace(
         pool,

@@ -80,13 +80,13 @@ PLANTED_BUGS = [
     (
         "shared block freed by its first owner",
         "pool",
-        "gone = dropped & (pool.ref_count[ids] == 0)",
+        "gone = dropped & (counts == 0)",
         "gone = dropped",
     ),
     (
         "block joins once per former owner",
         "pool",
-        "joins = gone & (scratch[ids] == order)",
+        "joins = gone & (last == order)",
         "joins = gone",
     ),
     (

@@ -309,6 +309,22 @@ def test_all_operations_under_vmap_equal_one_by_one():
         chex.assert_trees_all_equal(jax.tree.map(lambda x, i=i: x[i], together), one_by_one(length))
 
 
+def test_decode_bookkeeping_copies_nothing_of_the_pools_size():
+    """A copy of the queue or of the counts would make a step's cost grow with the pool."""
+
+    def steps(pool, table):
+        def step(_, state):
+            pool, table, _ = append_tokens(*state, jnp.ones(8, jnp.int32), max_new_tokens=1)
+            return release(pool, table, table.seq_lens > 20)[:2]
+
+        return jax.lax.fori_loop(0, 4, step, (pool, table))
+
+    pool, table = manager(9_999, num_rows=8, width=4)
+    text = jax.jit(steps, donate_argnums=(0, 1)).lower(pool, table).compile().as_text()
+    assert "s32[10000]" in text
+    assert [line for line in text.splitlines() if " copy(" in line and "s32[10000]" in line] == []
+
+
 # -- the checker itself ----------------------------------------------------------------------------------------------
 
 
