@@ -24,6 +24,15 @@ from paged_jax.inputs import MAX_STOP_TOKEN_IDS
 from paged_jax.sampling import seed_words
 from paged_jax.sampling_params import SamplingParams
 
+#: XLA:CPU multiplies a handful of rows faster with oneDNN than with its default library: decode steps of 4 to 16 rows
+#: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md).
+_ONEDNN = {
+    "xla_cpu_use_onednn": True,
+    "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
+}
+_ONEDNN_MIN_ROWS = 4
+
 
 def bucket_sizes(maximum: int, minimum: int = 1) -> tuple[int, ...]:
     """Powers of two times `minimum` up to, and with, `maximum`: the sizes compiled for. 12 -> (1, 2, 4, 8, 12)."""
@@ -151,7 +160,7 @@ class ModelRunner:
 
     def _program(self, kind: str, size: int) -> Any:
         if (kind, size) not in self._programs:
-            self._programs[kind, size] = self._lower(kind, size).compile()
+            self._programs[kind, size] = _compile(self._lower(kind, size), kind, size)
         return self._programs[kind, size]
 
     def _lower(self, kind: str, size: int) -> Any:
@@ -165,6 +174,16 @@ class ModelRunner:
             return prefill_step.lower(self._forward, self.params, self._state, plan, **self._static)
         static = self._static | {"num_steps": self._decode_steps, "num_rows": size}
         return decode_many.lower(self._forward, self.params, self._state, **static)
+
+
+def _compile(lowered: Any, kind: str, size: int) -> Any:
+    if jax.default_backend() == "cpu" and kind == "decode" and size >= _ONEDNN_MIN_ROWS:
+        try:
+            return lowered.compile(compiler_options=_ONEDNN)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise  # the options are experimental: some builds of XLA may not know them
+    return lowered.compile()
 
 
 def check_contract(forward: Forward, params: Any, state: EngineState, implementation: str | None) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -335,3 +336,20 @@ def test_bfloat16_cache_on_a_cpu_stays_close_to_float32():
     outputs = generate(LLM(TINY, tiny_params(), config, decode_steps=4), [prompt(5)])
     assert outputs[0].error is None
     assert tokens_of(outputs)[0][:2] == dense_tokens(prompt(5), 2)
+
+
+@pytest.mark.parametrize("message", ["No such compile option: 'x'", "out of memory"])
+def test_compile_option_unknown_to_xla_is_left_out_and_other_errors_are_not_hidden(message):
+    from paged_jax.runner import _compile
+
+    class Lowered:
+        def compile(self, compiler_options=None):
+            if compiler_options:
+                raise jax.errors.JaxRuntimeError(message)
+            return "plain"
+
+    if message.startswith("No such"):
+        assert _compile(Lowered(), "decode", 8) == "plain"
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            _compile(Lowered(), "decode", 8)

@@ -4,6 +4,7 @@ Runs in an environment of its own (make_rival_env.sh).
 """
 
 import argparse
+import logging
 import pathlib
 
 import _common
@@ -31,6 +32,7 @@ def build_generate(model) -> _workers.Generate:
 
 def build_generate_batch(model, page_size: int) -> _workers.Generate:
     """Returns a function that calls `model.generate_batch` with one persistent manager."""
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns at every call
     config = transformers.ContinuousBatchingConfig(
         page_size=page_size,
         num_blocks=MAX_TOKENS_IN_CACHE // page_size,
@@ -56,7 +58,7 @@ def load():
     parser.add_argument("--gguf", required=True, type=pathlib.Path)
     parser.add_argument("--api", choices=("generate", "generate_batch"), required=True)
     parser.add_argument("--attention", choices=("sdpa", "paged|eager"), default="sdpa")
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, default=256)
     arguments = parser.parse_args()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.gguf.parent,
