@@ -25,7 +25,8 @@ from paged_jax.sampling import seed_words
 from paged_jax.sampling_params import SamplingParams
 
 #: XLA:CPU multiplies a handful of rows faster with oneDNN than with its default library: decode steps of 4 to 16 rows
-#: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md).
+#: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md). XLA cannot store
+#: such programs in the persistent compilation cache, so where one is configured the cache goes first.
 _ONEDNN = {
     "xla_cpu_use_onednn": True,
     "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
@@ -177,7 +178,8 @@ class ModelRunner:
 
 
 def _compile(lowered: Any, kind: str, size: int) -> Any:
-    if jax.default_backend() == "cpu" and kind == "decode" and size >= _ONEDNN_MIN_ROWS:
+    has_cache = jax.config.jax_compilation_cache_dir is not None
+    if jax.default_backend() == "cpu" and kind == "decode" and size >= _ONEDNN_MIN_ROWS and not has_cache:
         try:
             return lowered.compile(compiler_options=_ONEDNN)
         except jax.errors.JaxRuntimeError as error:

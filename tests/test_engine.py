@@ -339,8 +339,10 @@ def test_bfloat16_cache_on_a_cpu_stays_close_to_float32():
 
 
 @pytest.mark.parametrize("message", ["No such compile option: 'x'", "out of memory"])
-def test_compile_option_unknown_to_xla_is_left_out_and_other_errors_are_not_hidden(message):
+def test_compile_option_unknown_to_xla_is_left_out_and_other_errors_are_not_hidden(message, monkeypatch):
     from paged_jax.runner import _compile
+
+    monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", None, raising=False)
 
     class Lowered:
         def compile(self, compiler_options=None):
