@@ -2,7 +2,7 @@
 
 from paged_jax.attention import attend, paged_attention
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
-from paged_jax.block_pool import BlockPool, Status
+from paged_jax.block_pool import BlockPool, Status, allocate, init_pool
 from paged_jax.block_table import (
     Appended,
     BlockTable,
@@ -10,6 +10,7 @@ from paged_jax.block_table import (
     append_tokens,
     check_invariants,
     fork,
+    init_table,
     release,
     truncate,
 )
@@ -29,7 +30,7 @@ from paged_jax.decode import (
 from paged_jax.engine import LLM
 from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
 from paged_jax.outputs import CompletionOutput, RequestOutput
-from paged_jax.sampling import SamplingState, init_sampling_state, sample
+from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
 from paged_jax.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "Status",
     "StepBatch",
     "StepOutput",
+    "allocate",
     "append_tokens",
     "attend",
     "build_decode_batch",
@@ -64,13 +66,16 @@ __all__ = [
     "decode_step",
     "fork",
     "init_cache",
+    "init_pool",
     "init_sampling_state",
     "init_state",
+    "init_table",
     "paged_attention",
     "prefill_step",
     "release",
     "release_rows",
     "sample",
+    "seed_words",
     "truncate",
     "write_kv",
 ]

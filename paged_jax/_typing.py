@@ -5,7 +5,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,6 +33,8 @@ def _describe(value: object) -> str:
 def typed(function: F) -> F:
     """Checks jaxtyping-annotated arguments; equal axis names must have equal sizes across one call.
 
+    NumPy arrays become JAX arrays first.
+
     Runs on every call outside jit and once per trace inside it. Arguments annotated otherwise are not looked at.
 
     Raises:
@@ -44,12 +48,14 @@ def typed(function: F) -> F:
         bound = signature.bind(*args, **kwargs)
         with jaxtyping.jaxtyped("context"):  # pyright: ignore[reportGeneralTypeIssues]
             for name, value in bound.arguments.items():
+                if name in hints and isinstance(value, np.ndarray):
+                    bound.arguments[name] = value = jnp.asarray(value)
                 if name in hints and not _matches(value, hints[name]):
                     raise ValueError(
                         f"{function.__name__}(): {name} is {_describe(value)}, expected {hints[name]}; axes with the "
                         f"same name must agree across arguments, here "
                         f"{ {n: _describe(v) for n, v in bound.arguments.items() if n in hints} }"
                     )
-        return function(*args, **kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     return checked  # pyright: ignore[reportReturnType]

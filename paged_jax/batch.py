@@ -90,7 +90,7 @@ def build_ragged_batch(
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_new_tokens, dtype=jnp.int32)])
     token = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     # Counts [2, 0, 3] have ends [2, 2, 5]: token 2 lies behind two ends and belongs to row 2.
-    row = jnp.sum((token[:, None] >= start[None, 1:]).astype(jnp.int32), axis=1)
+    row = jnp.sum((token[:, None] >= start[None, 1:]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     is_real = token < start[-1]
     row = jnp.where(is_real, row, 0)
     offset = jnp.where(is_real, token - start[row], 0)

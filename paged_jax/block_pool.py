@@ -106,7 +106,7 @@ def allocate(
     """
     in_range = jnp.all((num_blocks >= 0) & (num_blocks <= max_blocks))
     # max(): a call that needs nothing succeeds even below the reserve, and no reserve can add blocks.
-    enough = jnp.sum(num_blocks) <= jnp.maximum(pool.count - jnp.maximum(reserve, 0), 0)
+    enough = jnp.sum(num_blocks, dtype=jnp.int32) <= jnp.maximum(pool.count - jnp.maximum(reserve, 0), 0)
     status = jnp.where(in_range, jnp.where(enough, Status.OK, Status.OUT_OF_BLOCKS), Status.BAD_LENGTH).astype(
         jnp.int32
     )
@@ -117,7 +117,7 @@ def allocate(
     position = (pool.head + exclusive_cumsum(counts)[:, None] + column) % pool.num_blocks
     queued, free_queue = _read_before_write(pool.free_queue, position)
     ids = jnp.where(wanted, queued, NULL_BLOCK)
-    taken = jnp.sum(counts)
+    taken = jnp.sum(counts, dtype=jnp.int32)
     return (
         replace(
             pool,

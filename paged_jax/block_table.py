@@ -91,6 +91,14 @@ def num_blocks_needed(pool: BlockPool, table: BlockTable, num_new_tokens: Int32[
     return copies + _growth(table, num_new_tokens)
 
 
+def _check_rows(name: str, array: Array, table: BlockTable) -> None:
+    """Raises ValueError unless the array has one entry for each row; an array of length 1 would count for all rows."""
+    if array.shape[0] != table.seq_lens.shape[0]:
+        raise ValueError(
+            f"{name} has {array.shape[0]} entries, the table {table.seq_lens.shape[0]} rows; pass one for each row"
+        )
+
+
 def _growth(table: BlockTable, num_new_tokens: Array) -> Array:
     """New blocks per row, alike in all groups: [1, S]."""
     return (cdiv(table.seq_lens + num_new_tokens, table.block_size) - table.num_blocks)[None]
@@ -130,8 +138,11 @@ def append_tokens(
         (pool, table, appended). Status BAD_LENGTH: a count out of range; TABLE_FULL: a row would need more than
         max_blocks_per_seq blocks; OUT_OF_BLOCKS: the pool has too few.
     """
+    _check_rows("num_new_tokens", num_new_tokens, table)
+    if max_new_tokens < 0:
+        raise ValueError(f"append_tokens(): max_new_tokens must be >= 0, got {max_new_tokens}")
     num_groups, num_rows, width = table.block_ids.shape
-    max_blocks = min(width, cdiv(max_new_tokens - 1, table.block_size) + 1)
+    max_blocks = min(width, cdiv(max(max_new_tokens, 1) - 1, table.block_size) + 1)
     in_range = jnp.all((num_new_tokens >= 0) & (num_new_tokens <= max_new_tokens))
     new_lens = table.seq_lens + num_new_tokens
     fits = jnp.all(cdiv(new_lens, table.block_size) <= width)
@@ -200,6 +211,7 @@ def fork(
     Returns:
         (pool, table, status): ROW_IN_USE if a child row holds tokens, ROW_EMPTY if a parent holds none or is no row.
     """
+    _check_rows("parents", parents, table)
     num_rows = parents.shape[0]
     child = parents != jnp.arange(num_rows, dtype=jnp.int32)
     known = (parents >= 0) & (parents < num_rows)
@@ -229,6 +241,7 @@ def truncate(
     Returns:
         (pool, table, status): BAD_LENGTH if a length is out of range.
     """
+    _check_rows("new_lens", new_lens, table)
     ok = jnp.all((new_lens >= 0) & (new_lens <= table.seq_lens))
     status = jnp.where(ok, Status.OK, Status.BAD_LENGTH).astype(jnp.int32)
     return *_cut(pool, table, jnp.where(ok, new_lens, table.seq_lens)), status
@@ -247,6 +260,7 @@ def release(
     Returns:
         (pool, table, status): ROW_EMPTY if a chosen row holds nothing, as after an earlier release.
     """
+    _check_rows("rows", rows, table)
     ok = ~jnp.any(rows & (table.seq_lens == 0))
     status = jnp.where(ok, Status.OK, Status.ROW_EMPTY).astype(jnp.int32)
     return *_cut(pool, table, jnp.where(rows & ok, 0, table.seq_lens)), status

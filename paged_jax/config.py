@@ -63,6 +63,10 @@ class CacheConfig:
         )
         if self.num_blocks < 2:
             raise ValueError(f"{owner}.num_blocks must be >= 2 (block 0 is the null block), got {self.num_blocks}")
+        if self.max_blocks_per_seq * self.block_size >= 2**31:
+            raise ValueError(
+                f"{owner}: max_blocks_per_seq * block_size does not fit int32 positions; lower one of them"
+            )
         if self.num_blocks * self.block_size >= 2**31:
             raise ValueError(
                 f"{owner}: num_blocks * block_size = {self.num_blocks * self.block_size} does not fit int32 slots; "

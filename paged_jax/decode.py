@@ -24,6 +24,7 @@ from paged_jax.kv_cache import KVCache, copy_blocks, init_cache
 from paged_jax.sampling import SamplingState, init_sampling_state, sample
 
 #: forward(params, batch, cache) -> (logits [R, V] of batch.logits_indices, cache). Pure; hashable, for it is static.
+#: JAX keeps it for ever: use one function for all engines, and pass weights through params, never through a closure.
 Forward = Callable[[Any, StepBatch, KVCache], tuple[Array, KVCache]]
 
 
@@ -43,7 +44,7 @@ class RowParams:
 
     Attributes:
         sampling: [S] arrays of sampling parameters.
-        num_remaining: int32 [S] tokens that the row may still generate.
+        num_remaining: int32 [S] tokens that the row may still generate, at least 1.
         stop_token_ids: int32 [S, J] tokens that end the row, padded with -1, which no token equals.
     """
 
@@ -207,19 +208,24 @@ def _prefill_step(
     Args:
         forward: the model, static. params: its weights.
         state: donated.
-        plan: the chunk. Its rows must not be active; a row continues where its last chunk ended.
+        plan: the chunk; a row continues where its last chunk ended.
         vocab_size: static; logits columns from here on are padding. None: there is no padding.
         reserve: blocks that must stay free.
         implementation: static, attention implementation, None = by device.
 
     Returns:
-        (state, output) with K = 1. Status not OK: nothing was stored, the state is unchanged.
+        (state, output) with K = 1. Status not OK: nothing was stored, the state is unchanged. ROW_IN_USE: a row of the
+        plan is active, its prompt is complete; BAD_LENGTH: more tokens than T, or a negative count; otherwise as for
+        append_tokens.
     """
-    num_rows = state.is_active.shape[0]
-    counts = plan.num_new_tokens
-    pool, table, appended = append_tokens(
-        state.pool, state.table, counts, max_new_tokens=plan.token_ids.shape[0], reserve=reserve
-    )
+    _check_plan(plan, state)
+    num_rows, max_tokens = state.is_active.shape[0], plan.token_ids.shape[0]
+    is_busy = jnp.any(state.is_active & (plan.num_new_tokens > 0))
+    is_too_long = jnp.sum(plan.num_new_tokens, dtype=jnp.int32) > max_tokens
+    refused = jnp.where(is_busy, Status.ROW_IN_USE, jnp.where(is_too_long, Status.BAD_LENGTH, Status.OK))
+    counts = plan.num_new_tokens * (refused == Status.OK)
+    pool, table, appended = append_tokens(state.pool, state.table, counts, max_new_tokens=max_tokens, reserve=reserve)
+    status = jnp.where(refused == Status.OK, appended.status, refused).astype(jnp.int32)
     state = replace(state, pool=pool, table=table)
 
     def run(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
@@ -232,7 +238,7 @@ def _prefill_step(
         none = jnp.zeros(num_rows, jnp.int32)
         return state, none, none > 0, none
 
-    is_ok = appended.status == Status.OK
+    is_ok = status == Status.OK
     state, token, is_output, finish = jax.lax.cond(is_ok, run, refuse, state)
     return state, StepOutput(
         token_ids=token[:, None],
@@ -241,8 +247,19 @@ def _prefill_step(
         num_steps=is_ok.astype(jnp.int32),
         num_free=state.pool.num_free,
         min_free=pool.num_free,
-        status=appended.status,
+        status=status,
     )
+
+
+def _check_plan(plan: PrefillPlan, state: EngineState) -> None:
+    """Raises ValueError unless the plan has an entry for each row of the state, and rows of the state's shapes."""
+    rows = state.is_active.shape
+    for name, shape in (("num_new_tokens", plan.num_new_tokens.shape), ("is_last", plan.is_last.shape)):
+        if shape != rows:
+            raise ValueError(f"PrefillPlan.{name} has shape {shape}; pass one entry for each of the {rows[0]} rows")
+    given, expected = (jax.tree.map(lambda x: x.shape, r) for r in (plan.rows, state.rows))
+    if given != expected:
+        raise ValueError(f"PrefillPlan.rows has shapes {given}, those of the state are {expected}; make them equal")
 
 
 def _decode_many(
@@ -266,8 +283,8 @@ def _decode_many(
         forward: the model, static. params: its weights.
         state: donated.
         num_steps: static K >= 1.
-        num_rows: static, rows that one step computes: the first num_rows active ones take part. Default: all rows.
-            Results do not depend on it.
+        num_rows: static, rows that one step computes: the first num_rows active ones take part, further ones wait
+            until one of these has ended. Default: all rows. A row's tokens do not depend on it.
         vocab_size, implementation: as in prefill_step.
 
     Returns:

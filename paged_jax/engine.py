@@ -11,7 +11,16 @@ import numpy as np
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig, cdiv, check_positive
 from paged_jax.decode import FinishReason, Forward, StepOutput
-from paged_jax.inputs import Prompt, check_can_ever_fit, derived_seed, max_new_tokens, stop_token_ids, tokenize
+from paged_jax.inputs import (
+    Prompt,
+    check_can_ever_fit,
+    check_eos_token_ids,
+    check_seed,
+    derived_seed,
+    max_new_tokens,
+    stop_token_ids,
+    tokenize,
+)
 from paged_jax.outputs import RequestOutput, failed_output, finished_output
 from paged_jax.progress import Progress
 from paged_jax.runner import ModelRunner
@@ -34,11 +43,11 @@ class LLM:
         tokenizer: anything with `encode(text)` and `decode(ids, skip_special_tokens=...)`; without one, prompts are
             token ids and outputs have no text.
         vocab_size: token ids are below it; logits columns from here on are padding. Default: all logits columns.
-        eos_token_ids: tokens that end a sequence unless the request says ignore_eos.
+        eos_token_ids: token or tokens that end a sequence unless the request says ignore_eos.
         max_model_len: longest sequence in tokens, prompt and output. Default: what a row of the block table holds.
         max_num_batched_tokens: prompt tokens that one step takes at most; longer prompts are stored in chunks.
         decode_steps: decode steps per dispatch. Results do not depend on it.
-        seed: of requests that bring none.
+        seed: in [0, 2**64), from which requests that bring none get theirs.
         implementation: attention implementation, None = by device.
 
     Attributes:
@@ -55,7 +64,7 @@ class LLM:
         tokenizer: Any = None,
         *,
         vocab_size: int | None = None,
-        eos_token_ids: Iterable[int] = (),
+        eos_token_ids: Iterable[int] | int | None = (),
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         decode_steps: int = 16,
@@ -72,12 +81,12 @@ class LLM:
                 )
         self.cache_config = cache_config
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = check_eos_token_ids(eos_token_ids)
         self.max_model_len = cache_config.max_model_len if max_model_len is None else max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_free_blocks = cache_config.num_blocks - 1
         self.peak_blocks = 0
-        self._seed = seed
+        self._seed = check_seed(seed)
         self._runner = ModelRunner(
             forward,
             params,
@@ -171,7 +180,7 @@ class LLM:
 
         Args:
             prompts: one or a list of: a text (special tokens in it are parsed as such), or
-                {"prompt_token_ids": [int, ...]}.
+                {"prompt_token_ids": [int, ...]}; {"prompt": text} is the same as the text.
             sampling_params: one for all prompts or one per prompt. Default: SamplingParams().
             use_tqdm: show a progress bar (if tqdm is installed).
 
@@ -279,10 +288,9 @@ class LLM:
 
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back."""
-        rows = [r.row for r in self._running if r.num_computed_tokens]
         self._waiting.clear()
         self._running.clear()
-        self._runner.release(rows)
+        self._runner.reset()
         self.num_free_blocks = self._runner.num_free_blocks
 
     def warmup(self) -> list[str]:

@@ -1,6 +1,6 @@
 """From what the user gives to a Request: tokenising, limits, seeds. Every check of a prompt is here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from paged_jax.config import CacheConfig
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import Request
 
-#: A text, or {"prompt_token_ids": [int, ...]}.
+#: A text, {"prompt": text}, or {"prompt_token_ids": [int, ...]}.
 Prompt = str | dict[str, Any]
 
 #: Stop tokens per request, end-of-sequence tokens included: the static width of an array on the device.
@@ -27,8 +27,11 @@ def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | Non
         text, token_ids = prompt, _encode(prompt, tokenizer)
     elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
         text, token_ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+    elif isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
+        return tokenize(prompt["prompt"], tokenizer, vocab_size)
     else:
-        raise TypeError(f'a prompt is a str or a dict with "prompt_token_ids", got {type(prompt).__name__}')
+        got = f"a dict with {sorted(map(str, prompt))}" if isinstance(prompt, dict) else type(prompt).__name__
+        raise TypeError(f'a prompt is a str or a dict with "prompt_token_ids" or "prompt", got {got}')
     ids = np.asarray(token_ids)
     if ids.size == 0:
         raise ValueError("the prompt is empty: it must have at least one token")
@@ -90,6 +93,26 @@ def check_can_ever_fit(request: Request, config: CacheConfig) -> None:
             f"{capacity} = {capacity * config.block_size // config.num_groups} tokens; raise num_blocks, or lower "
             f"max_tokens or the prompt's length"
         )
+
+
+def check_seed(seed: object) -> int:
+    """Raises ValueError unless seed is an integer in [0, 2**64)."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be an integer in [0, 2**64), got {seed!r}")
+    return int(seed)
+
+
+def check_eos_token_ids(ids: Iterable[int] | int | None) -> tuple[int, ...]:
+    """A tuple of ids from what model configurations hold: one id, several, or None.
+
+    Raises:
+        ValueError: an id that is no non-negative int32, or more than MAX_STOP_TOKEN_IDS.
+    """
+    listed = () if ids is None else (ids,) if isinstance(ids, int | np.integer) else tuple(ids)
+    wrong = [i for i in listed if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < 2**31]
+    if wrong or len(listed) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"eos_token_ids must be at most {MAX_STOP_TOKEN_IDS} ids in [0, 2**31), got {ids!r}")
+    return tuple(int(i) for i in listed)
 
 
 def derived_seed(seed: int, number: int) -> int:

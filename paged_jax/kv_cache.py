@@ -53,6 +53,10 @@ class KVCache:
 
     def layer(self, index: int) -> LayerCache:
         """The view of layer `index`; give the changed view back with `with_layer` before you take the next one."""
+        if not 0 <= index < self.num_layers:
+            raise ValueError(
+                f"layer {index} of a cache with {self.num_layers} layers; CacheConfig.num_layers must count the model's"
+            )
         group, array = self.layer_map[index]
         return LayerCache(k=self.k[array], v=self.v[array], group=group)
 
@@ -101,8 +105,8 @@ def write_kv(
     Args:
         layer: may be donated.
         k, v: any float dtype; converted to the storage format.
-        slot_mapping: int32 [T], block * block_size + offset; padding tokens have slot 0, in the null block. The indices
-            stay (block, offset): no element offset is ever formed in int32.
+        slot_mapping: int32 [T], block * block_size + offset; slots <= 0 are padding and go to the null block. The
+            indices stay (block, offset): no element offset is ever formed in int32.
     """
     if k.shape[1:] != layer.k.shape[2:]:
         raise ValueError(
@@ -110,7 +114,8 @@ def write_kv(
             "make CacheConfig agree with the model"
         )
     block_size = layer.k.shape[1]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    slot = jnp.maximum(slot_mapping, 0)  # a negative index would wrap to the last block
+    block, offset = slot // block_size, slot % block_size
     return replace(
         layer,
         k=layer.k.at[block, offset].set(to_storage(k, layer.k.dtype)),

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.batch import build_ragged_batch
+from paged_jax.block_pool import Status
 from paged_jax.block_table import append_tokens
-from paged_jax.config import CacheConfig
+from paged_jax.config import CacheConfig, check_positive
 from paged_jax.decode import (
     EngineState,
     Forward,
@@ -73,6 +74,7 @@ class ModelRunner:
         self.token_buckets = bucket_sizes(max_num_batched_tokens, min(16, max_num_batched_tokens))
         self.row_buckets = bucket_sizes(cache_config.max_num_seqs)
         self._forward = forward
+        self._cache_config = cache_config
         self._decode_steps = decode_steps
         self._state = init_state(cache_config, max_stop_token_ids=MAX_STOP_TOKEN_IDS)
         # The host's copy of the row parameters: written when a request gets its row, copied into each plan.
@@ -80,7 +82,8 @@ class ModelRunner:
         self._programs: dict[tuple[str, int], Any] = {}
         self.vocab_size = check_contract(forward, params, self._state, implementation)
         if vocab_size is not None:
-            if not 1 <= vocab_size <= self.vocab_size:
+            check_positive("LLM", vocab_size=vocab_size)
+            if vocab_size > self.vocab_size:
                 raise ValueError(f"vocab_size must be in 1 ... {self.vocab_size}, the model's logits; got {vocab_size}")
             self.vocab_size = vocab_size
         self._static = {"vocab_size": self.vocab_size, "implementation": implementation}
@@ -138,12 +141,19 @@ class ModelRunner:
         """Runs up to decode_steps steps of the `num_active` active rows."""
         return self._run(self._program("decode", bucket_for(num_active, self.row_buckets)))
 
-    def release(self, rows: Sequence[int]) -> None:
-        """Ends rows that hold tokens; their blocks return to the pool."""
-        if rows:
-            mask = np.zeros(self._state.is_active.shape, bool)
-            mask[list(rows)] = True
-            self._state, _ = release_rows(self._state, mask)
+    def reset(self) -> None:
+        """Empties every row that the device holds, whatever was interrupted before the host heard of it."""
+        if any(x.is_deleted() for x in jax.tree.leaves(self._state)):
+            # A step took the donated state and its result never arrived.
+            self._state = init_state(self._cache_config, max_stop_token_ids=MAX_STOP_TOKEN_IDS)
+            return
+        held = np.asarray(self._state.table.seq_lens) > 0
+        if held.any():
+            self._state, status = release_rows(self._state, held)
+            if status != Status.OK:
+                raise RuntimeError(
+                    f"rows that hold tokens could not be released: {Status(int(status))!r}; this is a bug"
+                )
 
     def warmup(self) -> list[str]:
         """Compiles every program that steps can need and returns a line for each."""
@@ -177,9 +187,13 @@ class ModelRunner:
         return decode_many.lower(self._forward, self.params, self._state, **static)
 
 
+def _has_compilation_cache() -> bool:
+    return jax.config.jax_compilation_cache_dir is not None
+
+
 def _compile(lowered: Any, kind: str, size: int) -> Any:
-    has_cache = jax.config.jax_compilation_cache_dir is not None
-    if jax.default_backend() == "cpu" and kind == "decode" and size >= _ONEDNN_MIN_ROWS and not has_cache:
+    is_small_product = jax.default_backend() == "cpu" and kind == "decode" and size >= _ONEDNN_MIN_ROWS
+    if is_small_product and not _has_compilation_cache():
         try:
             return lowered.compile(compiler_options=_ONEDNN)
         except jax.errors.JaxRuntimeError as error:

@@ -65,7 +65,7 @@ def paged_attention_reference(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    sink = jnp.full((num_heads,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    sink = jnp.full((num_heads,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
     def gather(pool: jax.Array, pool_scale: jax.Array | None, row: jax.Array) -> jax.Array:
         ids = block_tables[row]

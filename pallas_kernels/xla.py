@@ -289,7 +289,7 @@ def paged_attention_xla(
     options = _Options(sliding_window, logits_soft_cap, chunk_blocks, tile_tokens)
     pools = _Pools(key_cache, value_cache, k_scale, v_scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    sink = jnp.full(query.shape[1:2], -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    sink = jnp.full(query.shape[1:2], -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     scaled = query.astype(jnp.float32) * scale
     if query_start_loc is None:
         out, lse = _decode(scaled, pools, block_tables, seq_lens, sink, options)

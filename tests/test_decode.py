@@ -119,6 +119,32 @@ def test_prefill_step_without_room_changes_nothing():
     chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
 
 
+def test_prefill_step_with_more_tokens_than_the_chunk_changes_nothing():
+    plan = plan_of({0: prompt(10), 1: prompt(10)})
+    plan = dataclasses.replace(plan, num_new_tokens=jnp.asarray([20, 20] + [0] * 6, jnp.int32))
+    state = new_state(20)
+    before = jax.tree.map(np.asarray, state)
+    state, output = prefill_step(TINY, tiny_params(), state, plan)
+    assert int(output.status) == Status.BAD_LENGTH
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
+
+
+def test_prefill_step_on_an_active_row_changes_nothing():
+    state, _ = prefill(new_state(20), {0: prompt(5)})
+    before = jax.tree.map(np.asarray, state)
+    state, output = prefill(state, {0: [7, 8], 1: prompt(3)})
+    assert int(output.status) == Status.ROW_IN_USE
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.parametrize("field", ["num_new_tokens", "is_last", "rows"])
+def test_prefill_step_plan_of_other_rows_is_refused_by_name(field):
+    plan = plan_of({0: prompt(5)})
+    short = jax.tree.map(lambda x: x[:1], getattr(plan, field))
+    with pytest.raises(ValueError, match=field):
+        prefill_step(TINY, tiny_params(), new_state(20), dataclasses.replace(plan, **{field: short}))
+
+
 def test_prefill_step_reserve_is_left_free():
     _, output = prefill_step(TINY, tiny_params(), new_state(4), plan_of({0: prompt(9)}), reserve=jnp.int32(2))
     assert (int(output.status), int(output.num_free)) == (Status.OUT_OF_BLOCKS, 4)

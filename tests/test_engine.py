@@ -138,7 +138,7 @@ def test_max_model_len_beyond_the_block_table_is_refused(max_model_len):
         tiny_llm(40, max_model_len=max_model_len)
 
 
-@pytest.mark.parametrize("bad", [5, None, [1, 2], {"text": "x"}])
+@pytest.mark.parametrize("bad", [5, None, [1, 2], b"ab", {"text": "x"}, {"prompt": 3}])
 def test_generate_prompt_of_the_wrong_kind_fails_alone(llm, bad):
     outputs = llm.generate([{"prompt_token_ids": prompt(3)}, bad], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == dense_tokens(prompt(3), 6)
@@ -218,6 +218,36 @@ def test_generate_one_prompt_may_be_given_alone(llm):
     assert output.outputs[0].token_ids == dense_tokens(prompt(3), 6)
 
 
+def test_generate_dict_with_a_text_is_the_text():
+    llm = tiny_llm(40)
+    llm.tokenizer = ByteTokenizer()
+    (output,) = llm.generate({"prompt": "AB"}, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.outputs[0].token_ids) == ("AB", dense_tokens([65, 66], 6))
+
+
+@pytest.mark.parametrize("seed", [None, -1, 2**64, True, 1.5])
+def test_engine_seed_out_of_range_is_refused_at_once(seed):
+    with pytest.raises(ValueError, match="seed"):
+        tiny_llm(20, seed=seed)
+
+
+@pytest.mark.parametrize("eos", [[2**31], [-1], ["a"], range(17)])
+def test_eos_token_ids_that_cannot_be_are_refused_at_once(eos):
+    with pytest.raises(ValueError, match="eos_token_ids"):
+        tiny_llm(20, eos_token_ids=eos)
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (3, (3,)), ([3, 4], (3, 4))])
+def test_eos_token_ids_take_what_model_configurations_hold(eos, expected):
+    assert tiny_llm(20, eos_token_ids=eos).eos_token_ids == expected
+
+
+def test_cache_with_fewer_layers_than_the_model_is_refused_with_the_remedy():
+    config = dataclasses.replace(cache_config(4), num_layers=1, layer_groups=())
+    with pytest.raises(ValueError, match="num_layers"):
+        LLM(TINY, tiny_params(), config)
+
+
 def test_generate_no_prompts_gives_no_outputs(llm):
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
@@ -272,6 +302,29 @@ def test_interrupted_generate_leaves_an_idle_engine(llm, monkeypatch):
         generate(llm, [prompt(9)])
 
 
+@pytest.mark.parametrize("moment", ["prefill", "decode with an ending row", "state lost"])
+def test_interrupt_after_the_device_ran_leaves_an_idle_whole_engine(llm, monkeypatch, moment):
+    """The host hears of nothing that this step did."""
+    real_run, calls = llm._runner._run, []
+
+    def interrupted(program, *plan):
+        calls.append(None)
+        if len(calls) < (2 if moment == "decode with an ending row" else 1):
+            return real_run(program, *plan)
+        if moment == "state lost":
+            program(llm._runner.params, llm._runner._state, *plan)  # takes the donated state
+        else:
+            real_run(program, *plan)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._runner, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [prompt(9, 1), prompt(5, 2)], [dataclasses.replace(GREEDY, max_tokens=2), GREEDY])
+    monkeypatch.undo()
+    assert llm.is_whole
+    assert tokens_of(generate(llm, [prompt(9, 3)])) == [dense_tokens(prompt(9, 3), 6)]
+
+
 def test_step_that_fails_before_it_ran_leaves_nothing_behind(llm, monkeypatch):
     def fails(_):
         raise MemoryError
@@ -314,7 +367,7 @@ def test_cache_config_that_does_not_fit_the_model_is_refused_with_the_remedy():
         LLM(TINY, tiny_params(), config)
 
 
-@pytest.mark.parametrize("vocab_size", [0, 98])
+@pytest.mark.parametrize("vocab_size", [0, 98, 50.5, True])
 def test_vocab_size_beyond_the_logits_is_refused(vocab_size):
     with pytest.raises(ValueError, match="vocab_size"):
         LLM(TINY, tiny_params(), cache_config(4), vocab_size=vocab_size)
@@ -342,7 +395,7 @@ def test_bfloat16_cache_on_a_cpu_stays_close_to_float32():
 def test_compile_option_unknown_to_xla_is_left_out_and_other_errors_are_not_hidden(message, monkeypatch):
     from paged_jax.runner import _compile
 
-    monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", None, raising=False)
+    monkeypatch.setattr("paged_jax.runner._has_compilation_cache", lambda: False)
 
     class Lowered:
         def compile(self, compiler_options=None):

@@ -64,6 +64,26 @@ def test_example_own_model_runs_in_plain_jax_and_flax():
     assert all(len(json.loads(line.split("-> ")[1])) == 12 for line in lines)
 
 
+def test_example_decode_loop_runs_to_the_end():
+    result = run("-m", "examples.decode_loop")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [len(json.loads(line.split("-> ")[1])) for line in lines[:2]] == [24, 24]
+    assert lines[2] == "63 blocks free"
+
+
+def test_engine_works_with_64_bit_types_enabled_and_without_a_compilation_cache():
+    code = (
+        "import jax; jax.config.update('jax_enable_x64', True)\n"
+        "from tests.doubles import *; from paged_jax import SamplingParams\n"
+        "llm = tiny_llm(40); prompts = [prompt(n, n) for n in (1, 5, 8, 13)]\n"
+        "outputs = llm.generate(ids(prompts), SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)\n"
+        "print(tokens_of(outputs) == [dense_tokens(p, 6) for p in prompts], llm.is_whole)\n"
+    )
+    result = run("-c", code)
+    assert result.stdout.split() == ["True", "True"], result.stderr
+
+
 @pytest.mark.smollm2
 def test_command_line_json_gives_one_object_per_prompt():
     command = [
