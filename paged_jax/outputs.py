@@ -19,7 +19,7 @@ class CompletionOutput:
         index: number of the continuation among its request's.
         text: the generated text, without the prompt; "" without a tokenizer or with detokenize=False.
         token_ids: generated tokens; a stop token that ended it is the last one.
-        finish_reason: "stop" (a stop or end-of-sequence token), "length", "abort", or "error" (see the request's
+        finish_reason: "stop" (a stop or end-of-sequence token), "length", or "error" (see the request's
             `error`).
         stop_reason: the id from stop_token_ids that ended it; None for the end-of-sequence token and other reasons.
     """
