@@ -58,7 +58,7 @@ def load():
     parser.add_argument("--gguf", required=True, type=pathlib.Path)
     parser.add_argument("--api", choices=("generate", "generate_batch"), required=True)
     parser.add_argument("--attention", choices=("sdpa", "paged|eager"), default="sdpa")
-    parser.add_argument("--page-size", type=int, default=256)
+    parser.add_argument("--page-size", type=int, default=16)
     arguments = parser.parse_args()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.gguf.parent,
