@@ -50,8 +50,8 @@ PLANTED_BUGS = [
     (
         "last free block never given",
         "pool",
-        "jnp.sum(num_blocks) <= jnp.maximum(",
-        "jnp.sum(num_blocks) < jnp.maximum(",
+        "jnp.sum(num_blocks, dtype=jnp.int32) <= jnp.maximum(",
+        "jnp.sum(num_blocks, dtype=jnp.int32) < jnp.maximum(",
     ),
     (
         "no reference for a new block",
