@@ -1,0 +1,161 @@
+"""What the Mosaic GPU kernels share: where they run, how shared memory is laid out, the softmax step.
+
+Every kernel is one program text for the chip and for the interpreter on a CPU. Where the interpreter lacks a
+primitive, the function here that wraps it says so.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import warpgroup_barrier
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.reference import MASK_VALUE
+
+LOG2E = math.log2(math.e)  # scores are kept in units of log2, for which the chip has an instruction
+QUERY_DTYPES = ("bfloat16", "float16")
+QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+SHARED_MEMORY_BYTES = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}  # per program, by chip
+
+
+def compute_capability(interpret: bool) -> tuple[int, int]:
+    """The chip that a kernel is traced for: the default device, as Mosaic does; (9, 0) in the interpreter.
+
+    Raises:
+        NotImplementedError: there is no NVIDIA GPU, or none that the kernels know.
+    """
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError(f"the Mosaic GPU kernels need JAX >= 0.11.2, this is {jax.__version__}")
+    if interpret:
+        return 9, 0
+    device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    found = getattr(device, "compute_capability", "")
+    if not found or found.startswith("gfx"):
+        raise NotImplementedError(
+            f"the Mosaic GPU kernels need an NVIDIA GPU, the default device is {device}; on a CPU pass interpret=True "
+            "to run them in the interpreter, which is for tests"
+        )
+    major, minor = (int(x) for x in found.split("."))
+    if (major, minor) not in SHARED_MEMORY_BYTES:
+        known = ", ".join(f"sm_{a}{b}" for a, b in SHARED_MEMORY_BYTES)
+        raise NotImplementedError(f"the Mosaic GPU kernels know {known}, this is sm_{major}{minor}")
+    return major, minor
+
+
+def interpret_params(interpret: bool):
+    """The interpreter with race detection, or None to compile."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+
+
+def tiled(num_columns: int, dtype, *, rows_per_async_copy: int | None = None) -> tuple:
+    """How a matrix of that width lies in shared memory: tiles of 8 rows, swizzled as widely as possible.
+
+    Args:
+        num_columns, dtype: of the matrix.
+        rows_per_async_copy: rows that one cp.async copy brings (sm_80, sm_89); the four warps then share its tiles.
+
+    Raises:
+        NotImplementedError: no layout serves such copies.
+    """
+    num_bytes = num_columns * jnp.dtype(dtype).itemsize
+    tile_rows = 4 if rows_per_async_copy is None else rows_per_async_copy // 8
+    for swizzle in (128, 64, 32, 16):
+        if num_bytes % swizzle == 0 and tile_rows * (num_bytes // swizzle) % 4 == 0:
+            tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+            return (tiling,) if swizzle == 16 else (tiling, plgpu.SwizzleTransform(swizzle))
+    raise NotImplementedError(
+        f"copies of {rows_per_async_copy} rows of {num_columns} {jnp.dtype(dtype).name} cannot be shared by four warps; "
+        "use a larger block_size"
+    )
+
+
+def sync(has_tma: bool) -> None:
+    """All warps meet; what they wrote to shared memory is seen by all of them, by TMA and by wgmma."""
+    if has_tma:
+        plgpu.commit_smem()
+    else:  # commit_smem also fences TMA's proxy, which chips before sm_90 lack
+        plgpu.inline_mgpu()(lambda _: warpgroup_barrier())()
+
+
+def store(ref, value: jax.Array) -> None:
+    """Stores registers without demanding a conflict-free layout (JAX 0.11 has no plgpu.store and never demands it)."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def rows_to(shape: tuple[int, int], vector: jax.Array) -> jax.Array:
+    """A vector with one value per row as a matrix."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def columns_to(shape: tuple[int, int], vector: jax.Array) -> jax.Array:
+    """A vector with one value per column as a matrix."""
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def capped(scores: jax.Array, scale: float, cap: float | None) -> jax.Array:
+    """Scaled, soft-capped scores in units of log2."""
+    if cap is None:
+        return scores * (scale * LOG2E)
+    return jnp.tanh(scores * (scale / cap)) * (cap * LOG2E)
+
+
+def softmax_step(
+    scores: jax.Array, highest: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """One step of the running softmax in units of log2.
+
+    Returns:
+        (weights [R, C], new highest [R], new total [R], factor [R] for what was accumulated so far).
+    """
+    new = jnp.maximum(highest, scores.max(axis=1))
+    shrink = jnp.exp2(highest - new)
+    weights = jnp.exp2(scores - rows_to(scores.shape, new))
+    return weights, new, total * shrink + weights.sum(axis=1), shrink
+
+
+def dequantised(values: jax.Array, dtype, has_tma: bool) -> jax.Array:
+    """8-bit numbers as 16-bit ones, exactly, by the conversions that there are: from int8 directly only on sm_90."""
+    if values.dtype == jnp.int8:
+        return values.astype(dtype) if has_tma else values.astype(jnp.float16).astype(jnp.float32).astype(dtype)
+    return values.astype(jnp.float32).astype(dtype)
+
+
+def check_supported(query: jax.Array, key_cache: jax.Array, *, interpret: bool) -> None:
+    """Raises NotImplementedError for what no Mosaic kernel takes."""
+    block_size, head_dim = key_cache.shape[1], query.shape[2]
+    if query.dtype.name not in QUERY_DTYPES:
+        raise NotImplementedError(
+            f"query has dtype {query.dtype}; the Mosaic kernels take {' and '.join(QUERY_DTYPES)}"
+        )
+    if key_cache.dtype != query.dtype and key_cache.dtype.name not in QUANTISED_DTYPES:
+        raise NotImplementedError(
+            f"key_cache has dtype {key_cache.dtype}, query {query.dtype}; the Mosaic kernels take K and V in the dtype "
+            f"of the query or in {', '.join(QUANTISED_DTYPES)}"
+        )
+    if block_size % 8 or block_size > 128:
+        raise NotImplementedError(f"block_size is {block_size}; the Mosaic kernels take multiples of 8 up to 128")
+    if head_dim % 16 or head_dim > 256:
+        raise NotImplementedError(f"head_dim is {head_dim}; the Mosaic kernels take multiples of 16 up to 256")
+    compute_capability(interpret)
+
+
+__all__ = [
+    "LOG2E",
+    "MASK_VALUE",
+    "capped",
+    "check_supported",
+    "columns_to",
+    "compute_capability",
+    "dequantised",
+    "interpret_params",
+    "rows_to",
+    "softmax_step",
+    "store",
+    "sync",
+    "tiled",
+]
