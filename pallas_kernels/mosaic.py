@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import warpgroup_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -125,6 +126,36 @@ def dequantised(values: jax.Array, dtype, has_tma: bool) -> jax.Array:
     return values.astype(jnp.float32).astype(dtype)
 
 
+def block_ids(
+    tables, row: jax.Array, last: jax.Array, start: jax.Array, *, num_tokens: int, block_size: int
+) -> tuple[jax.Array, ...]:
+    """The physical blocks that hold positions start ... start + num_tokens - 1 of a row, one for each copy.
+
+    Past the block of position `last` they repeat that one, so that no dead entry of the table is read.
+    """
+    last_column = lax.div(jnp.maximum(last, 0), block_size)
+    piece = math.gcd(block_size, num_tokens)
+    columns = [lax.div(start + offset, block_size) for offset in range(0, num_tokens, piece)]
+    return tuple(tables[row, jnp.minimum(column, last_column)] for column in columns)
+
+
+def start_copies(ids: tuple[jax.Array, ...], start: jax.Array, head: jax.Array, block_size: int, pool, target, ready):
+    """Starts TMA copies of positions start ... of one kv head from the blocks `ids` into target.
+
+    Args:
+        pool: Ref [B, block_size, K, H] of K or V, or [B, K, block_size] of their scales.
+        target: Ref [num_tokens, H] or [num_tokens] in shared memory.
+        ready: barrier that gets one arrival for each block.
+    """
+    piece = target.shape[0] // len(ids)
+    for j, block in enumerate(ids):
+        # The tiles of shared memory have 8 rows: the compiler must see that the offset is a multiple of 8.
+        offset = 0 if piece == block_size else lax.rem(lax.div(start + j * piece, 8), block_size // 8) * 8
+        source = pool.at[block, pl.ds(offset, piece), head] if len(pool.shape) == 4 else pool.at[
+            block, head, pl.ds(offset, piece)]
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * piece, piece)], ready)
+
+
 def check_supported(query: jax.Array, key_cache: jax.Array, *, interpret: bool) -> None:
     """Raises NotImplementedError for what no Mosaic kernel takes."""
     block_size, head_dim = key_cache.shape[1], query.shape[2]
@@ -147,6 +178,7 @@ def check_supported(query: jax.Array, key_cache: jax.Array, *, interpret: bool) 
 __all__ = [
     "LOG2E",
     "MASK_VALUE",
+    "block_ids",
     "capped",
     "check_supported",
     "columns_to",
@@ -155,6 +187,7 @@ __all__ = [
     "interpret_params",
     "rows_to",
     "softmax_step",
+    "start_copies",
     "store",
     "sync",
     "tiled",
