@@ -13,8 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import warpgroup_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.reference import MASK_VALUE
-
 LOG2E = math.log2(math.e)  # scores are kept in units of log2, for which the chip has an instruction
 QUERY_DTYPES = ("bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -139,21 +137,30 @@ def block_ids(
     return tuple(tables[row, jnp.minimum(column, last_column)] for column in columns)
 
 
-def start_copies(ids: tuple[jax.Array, ...], start: jax.Array, head: jax.Array, block_size: int, pool, target, ready):
-    """Starts TMA copies of positions start ... of one kv head from the blocks `ids` into target.
+def start_copies(ids: tuple[jax.Array, ...], start: jax.Array, block_size: int, pool, target, ready) -> None:
+    """Starts copies of positions start ... of one kv head from the blocks `ids` into shared memory.
 
     Args:
-        pool: Ref [B, block_size, K, H] of K or V, or [B, K, block_size] of their scales.
-        target: Ref [num_tokens, H] or [num_tokens] in shared memory.
-        ready: barrier that gets one arrival for each block.
+        pool: function of (block, offset slice) that gives the Ref of those slots of one kv head.
+        target: Ref [num_tokens, H], or [num_tokens] for scales.
+        ready: barrier that gets one arrival for each block; None: by cp.async.
     """
     piece = target.shape[0] // len(ids)
     for j, block in enumerate(ids):
         # The tiles of shared memory have 8 rows: the compiler must see that the offset is a multiple of 8.
         offset = 0 if piece == block_size else lax.rem(lax.div(start + j * piece, 8), block_size // 8) * 8
-        source = pool.at[block, pl.ds(offset, piece), head] if len(pool.shape) == 4 else pool.at[
-            block, head, pl.ds(offset, piece)]
-        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * piece, piece)], ready)
+        source, part = pool(block, pl.ds(offset, piece)), target.at[pl.ds(j * piece, piece)]
+        if ready is not None:
+            plgpu.copy_gmem_to_smem(source, part, ready)
+        elif len(target.shape) == 2:
+            plgpu.copy_gmem_to_smem(source, part, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+        else:  # too few bytes for cp.async
+            store(part, load_line(source))
+
+
+def load_line(source) -> jax.Array:
+    """A vector whose length is a multiple of 8, as every warp sees it."""
+    return plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
 
 def check_supported(query: jax.Array, key_cache: jax.Array, *, interpret: bool) -> None:
@@ -173,22 +180,3 @@ def check_supported(query: jax.Array, key_cache: jax.Array, *, interpret: bool) 
     if head_dim % 16 or head_dim > 256:
         raise NotImplementedError(f"head_dim is {head_dim}; the Mosaic kernels take multiples of 16 up to 256")
     compute_capability(interpret)
-
-
-__all__ = [
-    "LOG2E",
-    "MASK_VALUE",
-    "block_ids",
-    "capped",
-    "check_supported",
-    "columns_to",
-    "compute_capability",
-    "dequantised",
-    "interpret_params",
-    "rows_to",
-    "softmax_step",
-    "start_copies",
-    "store",
-    "sync",
-    "tiled",
-]

@@ -19,20 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import LOG2E, MASK_VALUE, columns_to, rows_to
-from pallas_kernels.work_list import (
-    FIRST_ITEM,
-    HIGH,
-    IS_FIRST,
-    LOW,
-    NUM_CHUNKS,
-    ROW,
-    ROW_CHUNKS,
-    ROW_TOKEN,
-    TOKEN,
-    DecodeWork,
-    decode_work,
-)
+from pallas_kernels.combine import combine, row_lse
+from pallas_kernels.mosaic import LOG2E, columns_to, rows_to
+from pallas_kernels.reference import MASK_VALUE
+from pallas_kernels.work_list import HIGH, IS_FIRST, LOW, NUM_CHUNKS, ROW, TOKEN, decode_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,44 +161,29 @@ class _Item(NamedTuple):
 
 
 def _block_ids(p: _Problem, refs: _Refs, item: _Item, step: jax.Array) -> tuple[jax.Array, ...]:
-    """The blocks of one step's pieces; past the row's last block that one again, so that no dead entry is read."""
-    last = lax.div(jnp.maximum(item.seq_len - 1, 0), p.block_size)
-    position = (item.low + step) * p.config.tile_tokens
-    columns = [lax.div(position + j * p.piece, p.block_size) for j in range(p.pieces)]
-    return tuple(refs.tables[item.row, jnp.minimum(column, last)] for column in columns)
-
-
-def _load_line(source) -> jax.Array:
-    """A vector of any length that is a multiple of 8, as every warp sees it."""
-    return plgpu.load(source, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-
-
-def _copy_line(source, target) -> None:
-    mosaic.store(target, _load_line(source))
+    return mosaic.block_ids(
+        refs.tables,
+        item.row,
+        item.seq_len - 1,
+        (item.low + step) * p.config.tile_tokens,
+        num_tokens=p.config.tile_tokens,
+        block_size=p.block_size,
+    )
 
 
 def _start_copies(p: _Problem, refs: _Refs, item: _Item, step: jax.Array, ids: tuple[jax.Array, ...]) -> None:
-    """Starts to fill the ring with one step's K and V (and scales)."""
+    """Starts to fill the ring with one step's K and V, and their scales."""
     slot = lax.rem(step, p.config.num_stages)
+    start = (item.low + step) * p.config.tile_tokens
+    columns = item.head if p.use_tma else pl.ds(item.head * p.head_dim, p.head_dim)
     for which, pool in enumerate(refs.pools):
-        for j, block in enumerate(ids):
-            start = (item.low + step) * p.config.tile_tokens + j * p.piece
-            # The tiles of shared memory have 8 rows: the compiler must see that the offset is a multiple of 8.
-            offset = 0 if p.piece == p.block_size else lax.rem(lax.div(start, 8), p.block_size // 8) * 8
-            inside, into = pl.ds(offset, p.piece), pl.ds(j * p.piece, p.piece)
-            target = refs.ring[which].at[slot, into]
-            scale_target = refs.ring_scales[which].at[slot, into] if p.is_quantised else None
-            if p.use_tma:
-                ready = refs.barriers[which].at[slot]
-                plgpu.copy_gmem_to_smem(pool.at[block, inside, item.head], target, ready)
-                if p.is_quantised:
-                    plgpu.copy_gmem_to_smem(refs.scales[which].at[block, item.head, inside], scale_target, ready)
-            else:
-                columns = pl.ds(item.head * p.head_dim, p.head_dim)
-                promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-                plgpu.copy_gmem_to_smem(pool.at[block, inside, columns], target, oob_mode=promise)
-                if p.is_quantised:  # too few bytes for cp.async
-                    _copy_line(refs.scales[which].at[block, item.head, inside], scale_target)
+        copy = functools.partial(mosaic.start_copies, ids, start, p.block_size)
+        ready = refs.barriers[which].at[slot] if p.use_tma else None
+        copy(lambda block, inside, pool=pool: pool.at[block, inside, columns], refs.ring[which].at[slot], ready)
+        if p.is_quantised:
+            scales = refs.scales[which]
+            target = refs.ring_scales[which].at[slot]
+            copy(lambda block, inside, scales=scales: scales.at[block, item.head, inside], target, ready)
 
 
 def _wait(p: _Problem, refs: _Refs, item: _Item, step: jax.Array, which: int) -> None:
@@ -231,7 +206,7 @@ def _load_query(p: _Problem, refs: _Refs, item: _Item) -> None:
         plgpu.barrier_wait(refs.barriers[2])
     else:
         for g in range(p.group):
-            _copy_line(refs.q.at[item.token, item.head * p.group + g], refs.q_in.at[g])
+            mosaic.store(refs.q_in.at[g], mosaic.load_line(refs.q.at[item.token, item.head * p.group + g]))
         mosaic.sync(p.use_tma)
     mosaic.store(refs.q_tile, plgpu.load(refs.q_in, layout=p.layout("lhs", p.dtype), optimized=False))
     mosaic.sync(p.use_tma)
@@ -384,46 +359,10 @@ def _decode_kernel(p: _Problem, *arrays, q_in, q_tile, weights, ring, scales, ti
         mosaic.store(staged, chunk_out)
         mosaic.sync(p.use_tma)
         for g in range(p.group):
-            line = _load_line(staged.at[g])
+            line = mosaic.load_line(staged.at[g])
             target = head * p.group + g
             pl.when(num_chunks == 1)(lambda x=line, n=target: mosaic.store(out.at[item.token, n], x.astype(p.dtype)))
             pl.when(num_chunks > 1)(lambda x=line, n=target: mosaic.store(partial_out.at[index, n], x))
-
-
-def _combine_kernel(p: _Problem, rows, partial_out, partial_lse, out):
-    """Weighs the partial outputs of one row and query head, in the order of their chunks."""
-    row, head = lax.axis_index("row"), lax.axis_index("head")
-    num_chunks = rows[row, ROW_CHUNKS]
-
-    @pl.when(num_chunks > 1)
-    def _():
-        first = rows[row, FIRST_ITEM]
-        kv_head, in_group = lax.div(head, p.group), lax.rem(head, p.group)
-
-        def lse(chunk):
-            return partial_lse[first + chunk, kv_head, in_group]
-
-        highest = lax.fori_loop(1, num_chunks, lambda c, m: jnp.maximum(m, lse(c)), lse(0))
-
-        def add(chunk, carry):
-            acc, total = carry
-            weight = jnp.exp2(lse(chunk) - highest)
-            return acc + _load_line(partial_out.at[first + chunk, head]) * weight, total + weight
-
-        zeros = plgpu.layout_cast(jnp.zeros((p.head_dim,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
-        acc, total = lax.fori_loop(0, num_chunks, add, (zeros, jnp.float32(0)))
-        mosaic.store(out.at[rows[row, ROW_TOKEN], head], (acc * (1 / total)).astype(p.dtype))
-
-
-def _row_lse(work: DecodeWork, partial_lse: jax.Array, group: int, has_sinks: bool) -> jax.Array:
-    """Natural logarithm of the softmax denominator, float32[S, N]; -inf where a row saw nothing and has no sink."""
-    num_rows = work.rows.shape[0]
-    row = jnp.where(work.items[:, NUM_CHUNKS] > 0, work.items[:, ROW], num_rows)
-    lse = partial_lse[:, :, :group].reshape(row.shape[0], -1)
-    highest = jax.ops.segment_max(lse, row, num_rows)
-    weights = jnp.where(row[:, None] < num_rows, jnp.exp2(lse - highest.at[row].get(mode="fill", fill_value=0.0)), 0.0)
-    lse = (highest + jnp.log2(jax.ops.segment_sum(weights, row, num_rows))) / LOG2E
-    return lse if has_sinks else jnp.where(highest <= MASK_VALUE / 2, -jnp.inf, lse)
 
 
 def paged_decode(
@@ -512,15 +451,8 @@ def paged_decode(
         kernel_name="paged_decode",
         interpret=mosaic.interpret_params(interpret),
     )(*operands, out)
-    plgpu.kernel(
-        functools.partial(_combine_kernel, p),
-        out_type=(),
-        grid=(num_rows, num_heads),
-        grid_names=("row", "head"),
-        kernel_name="paged_decode_combine",
-        interpret=mosaic.interpret_params(interpret),
-    )(work.rows, partial_out, partial_lse, out)
-    return _row_lse(work, partial_lse, p.group, p.has_sinks)
+    combine(work, partial_out, partial_lse, out, interpret=interpret)
+    return row_lse(work, partial_lse, num_heads, has_sinks=p.has_sinks)
 
 
 def default_config(key_cache: jax.Array, capability: tuple[int, int]) -> Config:

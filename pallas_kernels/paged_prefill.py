@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.mosaic import LOG2E, MASK_VALUE, columns_to, rows_to
+from pallas_kernels.mosaic import LOG2E, columns_to, rows_to
+from pallas_kernels.reference import MASK_VALUE
 from pallas_kernels.work_list import TILE_END, TILE_FIRST, TILE_POSITION, TILE_ROW, TILE_TOKEN, prefill_work
 
 _ROWS = 64  # of one compute warpgroup
@@ -216,6 +217,13 @@ def _rewrite(p: _Problem, source, target, change) -> None:
     plgpu.commit_smem()
 
 
+def _heads(pools: tuple, head: jax.Array) -> list:
+    """Slots of one kv head of each pool [B, block_size, K, H], or of scales [B, K, block_size]."""
+    if pools and len(pools[0].shape) == 3:
+        return [lambda block, inside, pool=pool: pool.at[block, head, inside] for pool in pools]
+    return [lambda block, inside, pool=pool: pool.at[block, inside, head] for pool in pools]
+
+
 def _bring(p: _Problem, refs: _Refs, tile: _Tile, step: jax.Array, _) -> None:
     """Brings K and V of one step into the ring: what the third warpgroup does."""
     index = tile.low + step
@@ -223,35 +231,36 @@ def _bring(p: _Problem, refs: _Refs, tile: _Tile, step: jax.Array, _) -> None:
     ids = mosaic.block_ids(
         refs.tables, tile.row, tile.last, start, num_tokens=p.config.tile_tokens, block_size=p.block_size
     )
-    copy = functools.partial(mosaic.start_copies, ids, start, tile.head, p.block_size)
+    copy = functools.partial(mosaic.start_copies, ids, start, p.block_size)
+    pools, scales = _heads(refs.pools, tile.head), _heads(refs.pool_scales, tile.head)
     live = functools.partial(_live_values, p, tile, start)
     if p.is_quantised:
-        _bring_quantised(p, refs, step, copy, live)
+        _bring_quantised(p, refs, step, copy, pools, scales, live)
         return
     slot = _wait_until_free(p, refs, 0, step)
-    copy(refs.pools[0], refs.ring[0].at[slot], refs.ready[0].at[slot])
+    copy(pools[0], refs.ring[0].at[slot], refs.ready[0].at[slot])
     _wait_until_free(p, refs, 1, step)
     is_masked = (index < tile.unmasked) | (index >= tile.masked)
     values, ready = refs.ring[1].at[slot], refs.ready[1].at[slot]
-    pl.when(jnp.logical_not(is_masked))(lambda: copy(refs.pools[1], values, ready))
+    pl.when(jnp.logical_not(is_masked))(lambda: copy(pools[1], values, ready))
 
     @pl.when(is_masked)
     def _():
-        copy(refs.pools[1], values, refs.landed[1])
+        copy(pools[1], values, refs.landed[1])
         plgpu.barrier_wait(refs.landed[1])
         _rewrite(p, values, values, live)
         for _ in range(p.copies):
             plgpu.barrier_arrive(ready)
 
 
-def _bring_quantised(p: _Problem, refs: _Refs, step: jax.Array, copy, live) -> None:
+def _bring_quantised(p: _Problem, refs: _Refs, step: jax.Array, copy, pools, scales, live) -> None:
     """As above for 8-bit K and V: they are converted on the way."""
     slot = lax.rem(step, p.config.num_stages)
 
     def start(which: int) -> None:
         _wait_until_free(p, refs, which, step)
-        copy(refs.pools[which], refs.raw[which % p.num_raw], refs.landed[which])
-        copy(refs.pool_scales[which], refs.scales[which].at[slot], refs.landed[which])
+        copy(pools[which], refs.raw[which % p.num_raw], refs.landed[which])
+        copy(scales[which], refs.scales[which].at[slot], refs.landed[which])
 
     def convert(which: int) -> None:
         plgpu.barrier_wait(refs.landed[which])
