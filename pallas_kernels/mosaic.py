@@ -16,7 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LOG2E = math.log2(math.e)  # scores are kept in units of log2, for which the chip has an instruction
 QUERY_DTYPES = ("bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-SHARED_MEMORY_BYTES = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}  # per program, by chip
+# By chip: shared memory that one program can have, and multiprocessors.
+SHARED_MEMORY_BYTES = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
+NUM_CORES = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
 
 
 def compute_capability(interpret: bool) -> tuple[int, int]:

@@ -401,7 +401,7 @@ def paged_decode(
     """
     mosaic.check_supported(query, key_cache, interpret=interpret)
     capability = mosaic.compute_capability(interpret)
-    config = config or default_config(key_cache, capability)
+    config = config or default_config(key_cache, interpret=interpret)
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
     p = _Problem(
@@ -455,13 +455,17 @@ def paged_decode(
     return row_lse(work, partial_lse, num_heads, has_sinks=p.has_sinks)
 
 
-def default_config(key_cache: jax.Array, capability: tuple[int, int]) -> Config:
-    """The Config for a shape of pool and a chip; from compiled sizes, not yet from timings."""
-    num_kv_heads = key_cache.shape[2]
-    cores = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}[capability]
-    # wgmma's tiles of 64 rows do not fit the registers beyond 128 columns. Two programs fit a core.
-    use_wgmma = capability == (9, 0) and key_cache.shape[3] <= 128
-    return Config(mma="wgmma" if use_wgmma else "mma", num_chunks=max(1, 2 * cores // num_kv_heads))
+def default_config(key_cache: jax.Array, *, interpret: bool = False) -> Config:
+    """The Config for a pool [B, block_size, K, H] and the chip; from compiled sizes, not yet from timings.
+
+    In the interpreter, where every program costs, few chunks.
+    """
+    capability = mosaic.compute_capability(interpret)
+    _, _, num_kv_heads, head_dim = key_cache.shape
+    # wgmma's tiles of 64 rows do not fit the registers beyond 128 columns.
+    use_wgmma = capability == (9, 0) and head_dim <= 128
+    programs = 4 if interpret else 2 * mosaic.NUM_CORES[capability]  # two fit a core
+    return Config(mma="wgmma" if use_wgmma else "mma", num_chunks=max(1, programs // num_kv_heads))
 
 
 def _check(p: _Problem, capability: tuple[int, int]) -> None:

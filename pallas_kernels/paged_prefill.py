@@ -478,7 +478,7 @@ def paged_prefill(
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     p = _Problem(
-        config=config or default_config(key_cache, query.dtype),
+        config=config or default_config(key_cache),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -516,7 +516,7 @@ def paged_prefill(
     return lse
 
 
-def default_config(key_cache: jax.Array, dtype) -> Config:
+def default_config(key_cache: jax.Array) -> Config:
     """The Config for a shape of pool; from compiled sizes, not yet from timings."""
     return Config(num_stages=1 if key_cache.shape[3] > 192 else 2)
 
