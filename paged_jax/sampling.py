@@ -213,9 +213,7 @@ def _bisect(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.A
         return lax.fori_loop(0, num_steps, halve, (low, high), unroll=unroll)[0]
 
     # A loop inside a conditional keeps XLA:GPU from making the whole decode step one command buffer.
-    return lax.platform_dependent(
-        low, high, cpu=partial(search, unroll=False), default=partial(search, unroll=True)
-    )
+    return lax.platform_dependent(low, high, cpu=partial(search, unroll=False), default=partial(search, unroll=True))
 
 
 def _key_of_float(x: jax.Array) -> jax.Array:
