@@ -285,7 +285,10 @@ def _cut(pool: BlockPool, table: BlockTable, new_lens: Array) -> tuple[BlockPool
         return jax.lax.fori_loop(0, cdiv(jnp.sum(cut, dtype=jnp.int32), size), drop, (pool, block_ids))
 
     def at_once(pool: BlockPool, block_ids: Array) -> tuple[BlockPool, Array]:
-        return _drop_entries(pool, block_ids, rows, keep)
+        # In most decode steps no row ends, and then a GPU skips the launches.
+        return jax.lax.cond(
+            jnp.any(cut), lambda p, b: _drop_entries(p, b, rows, keep), lambda p, b: (p, b), pool, block_ids
+        )
 
     pool, block_ids = jax.lax.platform_dependent(pool, table.block_ids, cpu=passes, default=at_once)
     return pool, replace(table, block_ids=block_ids, seq_lens=new_lens)

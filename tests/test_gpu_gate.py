@@ -282,10 +282,13 @@ def test_failures_of_a_kernel(kernel, num_calls, complaint):
 
 
 def test_launches_per_layer_come_from_two_depths():
-    assert checks.depth_failures(96, 64, 4) == (8.0, [])
-    per_layer, (failure,) = checks.depth_failures(108, 64, 4)
-    assert per_layer == 11
-    assert "11 launches per layer, at most 8" in failure
+    layer = ["kCustomCall", *(f"kCublasLtMatmul {i}" for i in range(7))]
+    assert checks.depth_failures(["a", *6 * layer, "b"], ["a", *2 * layer, "b"], 4) == (8.0, [])
+    layer.append("extra")
+    per_layer, (failure,) = checks.depth_failures(["a", *6 * layer, "b"], ["a", *2 * layer, "b"], 4)
+    assert per_layer == 9
+    assert "9 launches per layer, at most 8" in failure
+    assert failure.endswith(", ".join(layer))
 
 
 def test_a_planted_fault_that_is_not_noticed_fails_the_gate():

@@ -101,6 +101,8 @@ def row(case: Case, facts: checks.Facts | None, found: list[str]) -> dict[str, o
         return result
     result |= {k: v for k, v in facts.sizes.items() if k != "pool_shapes"}
     step = checks.step_launches(case, facts)
+    if case in DEPTHS:
+        result["step"] = [t.kind if t.name == t.kind else f"{t.kind} {t.name}" for t in step]
     result |= {
         "launches": len(step),
         "mosaic_launches": sum(t.kind == "kCustomCall" for t in step),
@@ -166,11 +168,11 @@ def main() -> int:
         "rows": rows,
     }
     failed = [r["case"] for r in rows if not r["ok"]]
-    depths = [r for case in DEPTHS for r in rows if r["case"] == case.name and "launches" in r]
+    depths = [r for case in DEPTHS for r in rows if r["case"] == case.name and "step" in r]
     if len(depths) == len(DEPTHS):
         deep, shallow = depths
         num_layers = deep["num_layers"] - shallow["num_layers"]
-        per_layer, found = checks.depth_failures(deep["launches"], shallow["launches"], num_layers)
+        per_layer, found = checks.depth_failures(deep["step"], shallow["step"], num_layers)
         report["llama3_8b_launches_per_layer"] = per_layer
         print(f"launches per layer of llama3_8b in decode_many: {per_layer:g}", *found, sep="\n    ")
         failed += found

@@ -140,17 +140,20 @@ def _control_failures(case: ControlCase, facts: Facts) -> list[str]:
     return found + _occupancy_failures(facts, case.chip)
 
 
-def depth_failures(full: int, shallow: int, num_layers: int) -> tuple[float, list[str]]:
+def depth_failures(deep: list[str], shallow: list[str], num_layers: int) -> tuple[float, list[str]]:
     """Launches per layer, and what is wrong with their number.
 
     Args:
-        full, shallow: launches of one step of a deeper and of a shallower model. num_layers: the difference in depth.
+        deep, shallow: the launches of one step of a deeper and of a shallower model, in order.
+        num_layers: the difference in depth.
     """
-    per_layer = (full - shallow) / num_layers
+    per_layer = (len(deep) - len(shallow)) / num_layers
     limit = MATMULS_PER_LAYER + EXTRA_LAUNCHES_PER_LAYER
     if per_layer <= limit:
         return per_layer, []
+    start = next((i for i, name in enumerate(deep) if name.startswith("kCustomCall")), 0)
     return per_layer, [
         f"{per_layer:g} launches per layer, at most {limit} are intended: {MATMULS_PER_LAYER} matmuls and "
-        f"{EXTRA_LAUNCHES_PER_LAYER} others"
+        f"{EXTRA_LAUNCHES_PER_LAYER} others. From the first attention on: "
+        + ", ".join(deep[start:][: round(per_layer)])
     ]
