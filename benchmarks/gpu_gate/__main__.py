@@ -120,7 +120,7 @@ def line(result: dict) -> str:
     """One line of the table."""
     if "launches" not in result:
         return f"{result['case']:52}"
-    kernel = max(result["kernels"], key=lambda k: k["registers"], default=None)
+    kernel = max(result["kernels"], key=lambda k: (-k["ctas_per_sm"], k["smem_bytes"]), default=None)
     cells = [
         f"{result['case']:52}",
         "{registers:4} {spill_bytes:5} {smem_bytes:7} {ctas_per_sm:4}".format(**kernel) if kernel else " " * 23,
@@ -133,8 +133,9 @@ def line(result: dict) -> str:
 
 HEADER = (
     f"{'case':52} regs spill    SMEM CTAs steps mosaic outside copies alias MiB temp MiB      s\n"
-    "steps: launches of one call or decode step, mosaic: those that are Mosaic kernels; outside: launches outside\n"
-    "command buffers, loop included; copies: instructions that move a whole pool"
+    "regs ... CTAs: of the Mosaic kernel of which the fewest fit an SM; steps: launches of one call or decode step,\n"
+    "mosaic: the Mosaic kernels among them; outside: launches outside of command buffers, decode loop included;\n"
+    "copies: instructions that move a whole pool"
 )
 
 

@@ -85,7 +85,7 @@ def _occupancy_failures(facts: Facts, chip: str) -> list[str]:
     return [
         f"{k.name}: {ctas_per_sm(k, chip)} CTAs per SM, {MIN_DECODE_CTAS} are intended "
         f"({k.registers} registers x {k.threads} threads, {k.smem_bytes} bytes of SMEM)"
-        for k in facts.kernels[:1]
+        for k in facts.kernels
         if ctas_per_sm(k, chip) < MIN_DECODE_CTAS
     ]
 
@@ -151,7 +151,9 @@ def depth_failures(deep: list[str], shallow: list[str], num_layers: int) -> tupl
     limit = MATMULS_PER_LAYER + EXTRA_LAUNCHES_PER_LAYER
     if per_layer <= limit:
         return per_layer, []
-    start = next((i for i, name in enumerate(deep) if name.startswith("kCustomCall")), 0)
+    # The first layers have work of the whole step between theirs: show a later one.
+    first = next((i for i, name in enumerate(deep) if name.startswith("kCustomCall")), 0)
+    start = first + 2 * round(per_layer)
     return per_layer, [
         f"{per_layer:g} launches per layer, at most {limit} are intended: {MATMULS_PER_LAYER} matmuls and "
         f"{EXTRA_LAUNCHES_PER_LAYER} others. From the first attention on: "
