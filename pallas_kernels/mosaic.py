@@ -50,11 +50,12 @@ def interpret_params(interpret: bool):
     return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
 
 
-def tiled(num_columns: int, dtype, *, rows_per_async_copy: int | None = None) -> tuple:
+def tiled(num_columns: int, dtype, *, max_bytes: int = 128, rows_per_async_copy: int | None = None) -> tuple:
     """How a matrix of that width lies in shared memory: tiles of 8 rows, swizzled as widely as possible.
 
     Args:
         num_columns, dtype: of the matrix.
+        max_bytes: of a swizzle. wgmma multiplies by as many rows at a time as a swizzle has columns.
         rows_per_async_copy: rows that one cp.async copy brings (sm_80, sm_89); the four warps then share its tiles.
 
     Raises:
@@ -63,12 +64,12 @@ def tiled(num_columns: int, dtype, *, rows_per_async_copy: int | None = None) ->
     num_bytes = num_columns * jnp.dtype(dtype).itemsize
     tile_rows = 4 if rows_per_async_copy is None else rows_per_async_copy // 8
     for swizzle in (128, 64, 32, 16):
-        if num_bytes % swizzle == 0 and tile_rows * (num_bytes // swizzle) % 4 == 0:
-            tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-            return (tiling,) if swizzle == 16 else (tiling, plgpu.SwizzleTransform(swizzle))
+        if swizzle <= max_bytes and num_bytes % swizzle == 0 and tile_rows * (num_bytes // swizzle) % 4 == 0:
+            tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore
+            return (tiling,) if swizzle == 16 else (tiling, plgpu.SwizzleTransform(swizzle))  # pyright: ignore
     raise NotImplementedError(
-        f"copies of {rows_per_async_copy} rows of {num_columns} {jnp.dtype(dtype).name} cannot be shared by four warps; "
-        "use a larger block_size"
+        f"four warps cannot share copies of {rows_per_async_copy} rows of {num_columns} {jnp.dtype(dtype).name}; use a "
+        "larger block_size"
     )
 
 
@@ -88,12 +89,12 @@ def store(ref, value: jax.Array) -> None:
         ref[...] = value
 
 
-def rows_to(shape: tuple[int, int], vector: jax.Array) -> jax.Array:
+def rows_to(shape: tuple[int, ...], vector: jax.Array) -> jax.Array:
     """A vector with one value per row as a matrix."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def columns_to(shape: tuple[int, int], vector: jax.Array) -> jax.Array:
+def columns_to(shape: tuple[int, ...], vector: jax.Array) -> jax.Array:
     """A vector with one value per column as a matrix."""
     return lax.broadcast_in_dim(vector, shape, [1])
 

@@ -52,17 +52,17 @@ def paged_attention_mosaic_gpu(
     Raises:
         NotImplementedError: no kernel for this shape, dtype or chip.
     """
-    arguments = dict(
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        scale=scale,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        interpret=interpret,
-    )
+    arguments = {
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "interpret": interpret,
+    }
     pools = _as_bfloat16(key_cache), _as_bfloat16(value_cache)
     out = jax.new_ref(lax.empty(query.shape, query.dtype))
     if query_start_loc is None:

@@ -33,6 +33,11 @@ def _lines(pool: jax.Array) -> jax.Array:
     return pool.reshape(-1, *pool.shape[2:])
 
 
+def _scratch(shape: tuple[int, ...], dtype) -> dict:
+    """Room for K and for V of that shape, with a barrier each."""
+    return {"staged": plgpu.SMEM((2, *shape), dtype), "ready": plgpu.Barrier(num_barriers=2)}
+
+
 def _write_kernel(num_tokens: int, block_size: int, k_new, v_new, slots, k_pool, v_pool, staged, ready):
     first = lax.axis_index("part") * _TOKENS
     for which, new in enumerate((k_new, v_new)):
@@ -84,9 +89,7 @@ def write_kv(
         out_type=(),
         grid=(-(-num_tokens // _TOKENS),),
         grid_names=("part",),
-        scratch_types=dict(
-            staged=plgpu.SMEM((2, _TOKENS, *k.shape[1:]), k_pool.dtype), ready=plgpu.Barrier(num_barriers=2)
-        ),
+        scratch_types=_scratch((_TOKENS, *k.shape[1:]), k_pool.dtype),
         kernel_name="write_kv",
         interpret=mosaic.interpret_params(interpret),
     )(k, v, slot_mapping, *pools)
@@ -139,7 +142,7 @@ def copy_blocks(
         out_type=(),
         grid=(src.shape[0], block_size // lines),
         grid_names=("pair", "part"),
-        scratch_types=dict(staged=plgpu.SMEM((2, lines, *line), k_pool.dtype), ready=plgpu.Barrier(num_barriers=2)),
+        scratch_types=_scratch((lines, *line), k_pool.dtype),
         kernel_name="copy_blocks",
         interpret=mosaic.interpret_params(interpret),
     )(src, dst, *pools)

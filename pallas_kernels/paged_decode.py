@@ -220,7 +220,7 @@ def _matmul(p: _Problem, a, b, shape: tuple[int, int]) -> jax.Array:
             plgpu.wgmma(accumulator, a, b)
             return accumulator[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     a = plgpu.load(a, layout=p.layout("lhs", p.dtype), optimized=False)
     b = plgpu.load(b, layout=p.layout("rhs", p.dtype), optimized=False)
     if p.interpret:  # the interpreter has no rule for mma
@@ -248,7 +248,7 @@ def _key_tile(p: _Problem, refs: _Refs, slot: jax.Array):
 
 
 def _value_tile(p: _Problem, refs: _Refs, item: _Item, slot: jax.Array, start: jax.Array):
-    """V of one step [tile_tokens, H] in 16 bits, dead rows set to zero: 0 * NaN is NaN, and dead slots hold anything."""
+    """V of one step [tile_tokens, H] in 16 bits, dead rows zeroed: 0 * NaN is NaN, and dead slots hold anything."""
     shape = (p.config.tile_tokens, p.head_dim)
 
     def clear_dead(source, target):

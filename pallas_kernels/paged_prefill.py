@@ -32,7 +32,7 @@ class Config:
     """How paged_prefill uses the chip.
 
     Attributes:
-        tile_tokens: cached tokens per step, a multiple of 64.
+        tile_tokens: cached tokens per step, a multiple of 32.
         num_stages: steps of K and V in the ring.
     """
 
@@ -40,10 +40,10 @@ class Config:
     num_stages: int = 2
 
     def __post_init__(self):
-        if self.tile_tokens < 64 or self.tile_tokens % 64 or self.num_stages < 1:
+        if self.tile_tokens < 32 or self.tile_tokens % 32 or self.num_stages < 1:
             raise ValueError(
                 f"Config.tile_tokens is {self.tile_tokens} and num_stages {self.num_stages}; they must be a positive "
-                "multiple of 64 and at least 1"
+                "multiple of 32 and at least 1"
             )
 
 
@@ -115,7 +115,7 @@ class _Problem(NamedTuple):
 
 def _scratch(p: _Problem) -> dict[str, Any]:
     tokens, stages, dim = p.config.tile_tokens, p.config.num_stages, p.head_dim
-    tiling = mosaic.tiled(dim, p.dtype)
+    tiling = mosaic.tiled(dim, p.dtype, max_bytes=2 * tokens)
     ring = plgpu.SMEM((stages, tokens, dim), p.dtype, transforms=tiling)
     raw = plgpu.SMEM((tokens, dim), p.cache_dtype, transforms=mosaic.tiled(dim, p.cache_dtype))
     scales = plgpu.SMEM((stages, tokens), jnp.float32)
@@ -297,7 +297,7 @@ def _add_product(p: _Problem, acc: jax.Array, weights: jax.Array, values) -> jax
     def multiply(accumulator):
         plgpu.wgmma(accumulator, weights, values)
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))  # pyright: ignore[reportReturnType]
 
 
 def _live_scores(p: _Problem, tile: _Tile, warpgroup: jax.Array, index: jax.Array) -> jax.Array:
@@ -324,7 +324,7 @@ def _attend_step(p: _Problem, refs: _Refs, tile: _Tile, warpgroup: jax.Array, is
         return accumulator[...]
 
     plgpu.barrier_wait(refs.ready[0].at[slot])
-    scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     if p.is_quantised:
         scores *= columns_to(shape, _scale_vector(p, refs, 0, slot))
     _release(p, refs, tile, 0, step)
@@ -518,7 +518,7 @@ def paged_prefill(
 
 def default_config(key_cache: jax.Array) -> Config:
     """The Config for a shape of pool; from compiled sizes, not yet from timings."""
-    return Config(num_stages=1 if key_cache.shape[3] > 192 else 2)
+    return Config(tile_tokens=32 if key_cache.shape[3] > 192 else 64)
 
 
 def _check(p: _Problem, capability: tuple[int, int]) -> None:
@@ -531,6 +531,6 @@ def _check(p: _Problem, capability: tuple[int, int]) -> None:
     limit = mosaic.SHARED_MEMORY_BYTES[capability]
     if p.shared_memory_bytes > limit:
         raise NotImplementedError(
-            f"paged_prefill needs {p.shared_memory_bytes} bytes of shared memory for head_dim {p.head_dim}, tile_tokens "
-            f"{p.config.tile_tokens} and num_stages {p.config.num_stages}; {chip} has {limit}"
+            f"paged_prefill needs {p.shared_memory_bytes} bytes of shared memory for head_dim {p.head_dim}, "
+            f"tile_tokens {p.config.tile_tokens} and num_stages {p.config.num_stages}; {chip} has {limit}"
         )

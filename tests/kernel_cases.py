@@ -157,7 +157,7 @@ def inputs(case: Case, layout_seed: int) -> dict:
 
 
 def check(case: Case, run) -> float:
-    """Asserts that run(**inputs) -> (out, lse) equals the oracle, and is bit-equal when repeated with other physical blocks.
+    """Asserts that run(**inputs) -> (out, lse) equals the oracle, and is bit-equal with other physical blocks.
 
     Returns:
         The largest error of the output beyond its own rounding.

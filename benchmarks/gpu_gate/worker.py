@@ -116,12 +116,12 @@ def kernel(case: KernelCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
     pool = array(NUM_BLOCKS, block, k, h, dtype=storage)
     sizes = {"pool_shapes": [list(pool.shape)], "cache_bytes": 0}
     if case.kernel == "write_kv":
-        run = _load("pallas_kernels.write_kv", "write_kv_mosaic_gpu")
+        run = _load("pallas_kernels.move_kv", "write_kv")
         new = array(NUM_ROWS, k, h)
         args = (pool, pool, new, new, array(NUM_ROWS, dtype=jnp.int32))
         return jax.jit(run, donate_argnums=(0, 1)).trace(*args), sizes | {"cache_bytes": 2 * _num_bytes(pool)}
     if case.kernel == "copy_blocks":
-        run = _load("pallas_kernels.copy_blocks", "copy_blocks_mosaic_gpu")
+        run = _load("pallas_kernels.move_kv", "copy_blocks")
         ids = array(NUM_ROWS, dtype=jnp.int32)
         traced = jax.jit(run, donate_argnums=(0, 1)).trace(pool, pool, ids, ids)
         return traced, sizes | {"cache_bytes": 2 * _num_bytes(pool)}
