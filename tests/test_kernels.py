@@ -34,7 +34,9 @@ def run_interpreted(*command: str, root: Path = ROOT, timeout: float = 400) -> s
     path = os.pathsep.join(str(p) for p in (root, ROOT, ROOT / "tests"))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "16", "PYTHONPATH": path}
     command = (sys.executable, "-m", *command)
-    return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=root, env=environment, timeout=timeout, capture_output=True, text=True, check=False
+    )
 
 
 @needs_mosaic
