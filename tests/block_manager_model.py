@@ -84,9 +84,10 @@ class PlainBlockManager:
         held = [*self.tokens, []]
         self.tokens = [list(held[parent]) for parent in parents]
         for group, rows in zip(self.blocks, old, strict=True):
-            group[:] = [list([*rows, []][parent]) for parent in parents]
-            for block in sum(group, []):
-                self.refs[block] += 1
+            group[:] = [[*[*rows, []][parent]] for parent in parents]
+            for ids in group:
+                for block in ids:
+                    self.refs[block] += 1
         for row in range(self.num_rows):
             for rows in old:
                 for block in reversed(rows[row]):
