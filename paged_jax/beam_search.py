@@ -221,7 +221,7 @@ def advance(beams: BeamState, logits: Float[Array, "P k V"]) -> tuple[BeamState,
         beams,
         last_token=token,
         cumulative_logprob=score,
-        num_tokens=num_tokens,
+        num_tokens=jnp.where(is_finite, num_tokens, beams.num_tokens),
         finish=jnp.where(is_finite, finish, FinishReason.ERROR).astype(jnp.int32),
         kept=kept,
     )
