@@ -156,13 +156,12 @@ def _continuations(beams: BeamState, logits: Array) -> tuple[Array, Array, Array
     Args:
         logits: [P, k, V].
     """
-    logits = logits.astype(jnp.float32)
     is_alive = _is_alive(beams)
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
-    # XLA:CPU's maximum inside logsumexp may lose a NaN; its sum does not.
-    is_finite = jnp.all(jnp.isfinite(log_sum) | ~is_alive, axis=1)
-    total = logits - log_sum[..., None] + beams.cumulative_logprob[..., None]
-    total = jnp.where((is_alive & is_finite[:, None])[..., None], total, -jnp.inf)
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    # One NaN or +inf makes a whole row NaN, through its sum.
+    is_finite = jnp.all(~jnp.isnan(log_probs[..., 0]) | ~is_alive, axis=1)
+    counts = (is_alive & is_finite[:, None])[..., None]
+    total = jnp.where(counts, log_probs + beams.cumulative_logprob[..., None], -jnp.inf)
     score, index = jax.lax.top_k(total.reshape(total.shape[0], -1), beams.num_candidates)
     return score, index // logits.shape[-1], index % logits.shape[-1], is_finite
 
