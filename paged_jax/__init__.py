@@ -2,7 +2,7 @@
 
 from paged_jax.attention import attend, paged_attention
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
-from paged_jax.beam_search import BeamOutput, BeamState, KeptBeams, beam_search_many, init_beams
+from paged_jax.beam_search import BeamState, BeamStepOutput, KeptBeams, beam_search_many, init_beams
 from paged_jax.block_pool import BlockPool, Status, allocate, init_pool
 from paged_jax.block_table import (
     Appended,
@@ -40,11 +40,11 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Appended",
-    "BeamOutput",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",
     "BeamState",
+    "BeamStepOutput",
     "BlockPool",
     "BlockTable",
     "CacheConfig",

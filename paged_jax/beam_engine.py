@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.beam_search import BeamOutput, BeamState, init_beams, num_candidates
+from paged_jax.beam_search import BeamState, BeamStepOutput, init_beams, num_candidates
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig
 from paged_jax.decode import FinishReason, StepOutput
@@ -97,7 +97,7 @@ class BeamSearcher:
     eos_token_ids: Sequence[int]
     max_model_len: int
     max_num_batched_tokens: int
-    watch: Callable[[StepOutput | BeamOutput], None]
+    watch: Callable[[StepOutput | BeamStepOutput], None]
 
     def __post_init__(self) -> None:
         width, max_num_seqs = self.params.beam_width, self.config.max_num_seqs

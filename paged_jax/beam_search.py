@@ -83,7 +83,7 @@ def num_candidates(beam_width: int, num_eos_token_ids: int) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class BeamOutput:
+class BeamStepOutput:
     """What the host reads after a dispatch, besides the BeamState.
 
     Attributes:
@@ -236,7 +236,7 @@ def _beam_search_many(
     num_steps: int,
     vocab_size: int | None = None,
     implementation: str | None = None,
-) -> tuple[EngineState, BeamState, BeamOutput]:
+) -> tuple[EngineState, BeamState, BeamStepOutput]:
     """Runs up to `num_steps` steps of every search that goes on, allocation to release all on the device.
 
     Each step stores the last token of every beam, chooses the continuations, moves the beams to their new rows, and
@@ -265,7 +265,9 @@ def _beam_search_many(
     row = jnp.arange(max_num_seqs, dtype=jnp.int32)
     beam_rows = row[: num_prompts * k].reshape(num_prompts, k)
 
-    def step(i: Array, carry: tuple[EngineState, BeamState, BeamOutput]) -> tuple[EngineState, BeamState, BeamOutput]:
+    def step(
+        i: Array, carry: tuple[EngineState, BeamState, BeamStepOutput]
+    ) -> tuple[EngineState, BeamState, BeamStepOutput]:
         state, beams, output = carry
         runs = (beams.finish == FinishReason.NONE) & (output.status == Status.OK)
         takes_part = runs[:, None] & _is_alive(beams)
@@ -279,7 +281,9 @@ def _beam_search_many(
             status=jnp.where(output.status == Status.OK, appended.status, output.status),
         )
 
-        def run(state: EngineState, beams: BeamState, output: BeamOutput) -> tuple[EngineState, BeamState, BeamOutput]:
+        def run(
+            state: EngineState, beams: BeamState, output: BeamStepOutput
+        ) -> tuple[EngineState, BeamState, BeamStepOutput]:
             tokens = beams.last_token.reshape(-1)
             batch = build_decode_batch(state.table, appended, live, tokens, implementation=implementation)
             logits, cache = forward(params, batch, copy_on_write(state.cache, appended))
@@ -304,7 +308,7 @@ def _beam_search_many(
         return jax.lax.cond(is_needed, run, lambda *unchanged: unchanged, state, beams, output)
 
     history = jnp.zeros((num_prompts, k, num_steps), jnp.int32)
-    output = BeamOutput(
+    output = BeamStepOutput(
         token_ids=history,
         parents=history,
         num_steps=jnp.int32(0),

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from paged_jax.beam_engine import BeamSearcher
-from paged_jax.beam_search import BeamOutput
+from paged_jax.beam_search import BeamStepOutput
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig, cdiv, check_positive
 from paged_jax.decode import FinishReason, Forward, StepOutput
@@ -363,7 +363,7 @@ class LLM:
                 f"{caller} needs an idle engine: first call step() until has_unfinished_requests() is False"
             )
 
-    def _count_blocks(self, output: StepOutput | BeamOutput) -> None:
+    def _count_blocks(self, output: StepOutput | BeamStepOutput) -> None:
         self.num_free_blocks = int(output.num_free)
         self.peak_blocks = max(self.peak_blocks, self.cache_config.num_blocks - 1 - int(output.min_free))
 

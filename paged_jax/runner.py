@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.batch import build_ragged_batch
-from paged_jax.beam_search import BeamOutput, BeamState, beam_search_many
+from paged_jax.beam_search import BeamState, BeamStepOutput, beam_search_many
 from paged_jax.block_pool import Status
 from paged_jax.block_table import append_tokens
 from paged_jax.config import CacheConfig, check_positive
@@ -142,7 +142,7 @@ class ModelRunner:
         """Runs up to decode_steps steps of the `num_active` active rows."""
         return self._run(self._program("decode", bucket_for(num_active, self.row_buckets)))
 
-    def search(self, beams: BeamState) -> tuple[BeamState, BeamOutput]:
+    def search(self, beams: BeamState) -> tuple[BeamState, BeamStepOutput]:
         """Runs up to decode_steps steps of beam searches; one program per shape of `beams`."""
         key = ("search", *beams.last_token.shape, beams.eos_token_ids.shape[1])
         if key not in self._programs:
