@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--num-samples", nargs="*", type=int, default=[2, 4, 6])
     parser.add_argument("--beam-widths", nargs="*", type=int, default=[2, 4, 6])
-    parser.add_argument("--beam-prompts", type=int, default=8)
+    parser.add_argument("--beam-prompts", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=_common.ROOT / "benchmarks/results/memory.json")
     return parser.parse_args()

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import json
+import runpy
+from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +31,12 @@ from doubles import (
 from flax import nnx
 
 from models.llama import init_params
-from paged_jax import BeamSearchParams
+from paged_jax import BeamSearchParams, FinishReason, Status, init_beams, release_rows
 from paged_jax.beam_engine import BeamSearch, max_blocks, plan_waves
+from paged_jax.beam_search import advance
 
 ROWS = 8
+DATA = Path(__file__).parent / "data"
 
 # -- a plain beam search ---------------------------------------------------------------------------------------------
 
@@ -79,6 +85,25 @@ def last_logits(params, tokens):
 def plain_tiny(prompt, width, max_tokens, **options):
     """The plain search of TINY."""
     return plain_beam_search(functools.partial(last_logits, None), prompt, width, max_tokens, **options)
+
+
+def test_plain_search_equals_transformers():
+    """What the plain search is worth: recorded searches of all lengths, penalties and numbers of stop tokens."""
+    recorded = json.loads((DATA / "beams.json").read_text())["cases"]
+    recorder = runpy.run_path(str(DATA / "record_beams.py"))
+    tables = [recorder["logits_table"](seed) for seed in recorder["SEEDS"]]
+    assert len(recorded) == 96
+    for case in recorded:
+        found = plain_beam_search(
+            lambda tokens, case=case: tables[case["seed"]][tokens[-1]],
+            recorder["PROMPT"],
+            len(case["sequences"]),
+            recorder["MAX_TOKENS"],
+            case["length_penalty"],
+            case["eos"],
+        )
+        assert [tokens for tokens, _, _ in found] == case["sequences"], case
+        np.testing.assert_allclose([score for _, _, score in found], case["scores"], rtol=1e-5)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -185,6 +210,18 @@ def test_one_logit_that_is_not_finite_fails_its_prompt_alone(branching_llm, monk
     assert "after 30 tokens were not finite" in str(outputs[3].error)
     for i in (1, 2):
         assert_equal(outputs[i], plain_beam_search(next_branches, prompts[i], 3, 8, eos=(7,)))
+
+
+def test_sequences_of_probability_0_are_not_found():
+    step = jax.jit(advance)
+    logits = jnp.full((1, 3, 8), -jnp.inf).at[..., 5].set(0.0)
+    beams = init_beams(jnp.zeros(1, jnp.int32), jnp.full(1, 3), beam_width=3, eos_token_ids=jnp.zeros(1, jnp.int32))
+    for _ in range(3):
+        beams, parents = step(beams, logits)
+        assert parents[0, 0] == 0
+    assert beams.finish.tolist() == [FinishReason.LENGTH]
+    assert beams.kept.num_tokens.tolist() == [[3, 0, 0]]
+    assert beams.kept.score.tolist() == [[0.0, -np.inf, -np.inf]]
 
 
 def test_width_1_is_greedy(llm, monkeypatch):
@@ -301,7 +338,7 @@ def test_waves_take_what_rows_and_blocks_hold_at_their_largest(lengths, num_bloc
     searches = [BeamSearch(index=i, prompt_token_ids=(1,) * n, max_tokens=7) for i, n in enumerate(lengths)]
     planned = list(plan_waves(searches, 3, config))
     assert [len(wave) for wave in planned] == waves
-    assert sum(planned, []) == searches
+    assert [search for wave in planned for search in wave] == searches
 
 
 def test_prompts_that_do_not_fit_together_run_one_after_the_other(scarce_llm):
@@ -328,6 +365,27 @@ def test_search_that_could_outgrow_the_pool_but_shares_enough_is_served(scarce_l
     assert scarce_llm.cache_config.num_blocks - 1 < 16
     p = prompt(33, 6)
     assert_equal(search(scarce_llm, [p], 4, 5)[0], plain_tiny(p, 4, 5))
+
+
+def test_search_that_the_pool_stopped_goes_on_when_there_is_room(scarce_llm):
+    runner, p = scarce_llm._runner, prompt(5)
+    for start in range(0, 40, 10):
+        runner.prefill([(4, prompt(40, 9)[start : start + 10], False)])
+    runner.prefill([(0, p[:-1], False)])
+    tokens = jnp.array(p[-1:], jnp.int32)
+    beams = init_beams(tokens, jnp.array([5], jnp.int32), beam_width=4, eos_token_ids=jnp.zeros(0, jnp.int32))
+    stopped, output = runner.search(beams)
+    assert (int(output.status), int(output.num_steps)) == (Status.OUT_OF_BLOCKS, 1)
+    again, output = runner.search(stopped)
+    assert (int(output.status), int(output.num_steps)) == (Status.OUT_OF_BLOCKS, 0)
+    chex.assert_trees_all_equal(again, stopped)
+    runner._state, _ = release_rows(runner._state, np.arange(5) == 4)
+    done, _ = runner.search(again)
+    assert int(done.finish[0]) == FinishReason.LENGTH
+    expected = plain_tiny(p, 4, 5)
+    np.testing.assert_allclose(done.kept.score[0], [score for _, _, score in expected], rtol=1e-4)
+    assert done.kept.last_token[0].tolist() == [tokens[-1] for tokens, _, _ in expected]
+    assert scarce_llm.is_whole
 
 
 # -- the interface ---------------------------------------------------------------------------------------------------
