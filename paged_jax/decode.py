@@ -146,13 +146,12 @@ def _take(tree: Any, rows: Array) -> Any:
     return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), tree)
 
 
-def merge_rows(chosen: Array, new: Any, old: Any) -> Any:
+def _merge(chosen: Array, new: Any, old: Any) -> Any:
     """Leaf by leaf new[s] where chosen[s], else old[s]."""
     return jax.tree.map(lambda n, o: jnp.where(jnp.expand_dims(chosen, range(1, n.ndim)), n, o), new, old)
 
 
-def copy_on_write(cache: KVCache, appended: Appended) -> KVCache:
-    """Makes the copies that append_tokens asks for, if there are any; must come before the step's writes."""
+def _copy_on_write(cache: KVCache, appended: Appended) -> KVCache:
     src, dst = appended.copy_src.reshape(-1), appended.copy_dst.reshape(-1)
     return jax.lax.cond(jnp.any(dst != 0), lambda c: copy_blocks(c, src, dst), lambda c: c, cache)
 
@@ -231,8 +230,8 @@ def _prefill_step(
 
     def run(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
         batch = build_ragged_batch(state.table, appended, counts, plan.token_ids, implementation=implementation)
-        logits, cache = forward(params, batch, copy_on_write(state.cache, appended))
-        state = replace(state, cache=cache, rows=merge_rows(counts > 0, plan.rows, state.rows))
+        logits, cache = forward(params, batch, _copy_on_write(state.cache, appended))
+        state = replace(state, cache=cache, rows=_merge(counts > 0, plan.rows, state.rows))
         return _commit(state, jnp.arange(num_rows, dtype=jnp.int32), logits, plan.is_last & (counts > 0), vocab_size)
 
     def refuse(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
@@ -317,7 +316,7 @@ def _decode_many(
             batch = build_decode_batch(
                 state.table, appended, live, _take(state.last_token, live), implementation=implementation
             )
-            logits, cache = forward(params, batch, copy_on_write(state.cache, appended))
+            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended))
             state, token, is_output, finish = _commit(replace(state, cache=cache), live, logits, takes_part, vocab_size)
             return state, replace(
                 output,
