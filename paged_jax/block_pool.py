@@ -79,7 +79,7 @@ def exclusive_cumsum(x: Array, axis: int = -1) -> Array:
     return jnp.cumsum(x, axis=axis, dtype=x.dtype) - x
 
 
-def _read_before_write(array: Array, index: Array) -> tuple[Array, Array]:
+def read_before_write(array: Array, index: Array) -> tuple[Array, Array]:
     """(array[index], array) such that later writes to the array wait for this read.
 
     Without the barrier XLA may fuse the read into a consumer behind the write, and must then copy the whole array.
@@ -115,7 +115,7 @@ def allocate(
     column = jnp.arange(max_blocks, dtype=jnp.int32)[None]
     wanted = column < counts[:, None]
     position = (pool.head + exclusive_cumsum(counts)[:, None] + column) % pool.num_blocks
-    queued, free_queue = _read_before_write(pool.free_queue, position)
+    queued, free_queue = read_before_write(pool.free_queue, position)
     ids = jnp.where(wanted, queued, NULL_BLOCK)
     taken = jnp.sum(counts, dtype=jnp.int32)
     return (
@@ -161,12 +161,12 @@ def push_free(pool: BlockPool, ids: Int32[Array, " n"], dropped: Array) -> Block
     For the block manager only: reference counts must be up to date already.
     """
     order = jnp.arange(1, ids.shape[0] + 1, dtype=jnp.int32)
-    counts, ref_count = _read_before_write(pool.ref_count, ids)
+    counts, ref_count = read_before_write(pool.ref_count, ids)
     gone = dropped & (counts == 0)
     # A block that several owners gave up in this call joins once, at its last occurrence. The counts of these blocks,
     # all 0, serve as scratch: an array of zeros of the pool's size would make the cost depend on the pool.
     target = jnp.where(gone, ids, pool.num_blocks)
-    last, scratch = _read_before_write(ref_count.at[target].max(order, mode="drop"), ids)
+    last, scratch = read_before_write(ref_count.at[target].max(order, mode="drop"), ids)
     joins = gone & (last == order)
     position = (pool.head + pool.count + exclusive_cumsum(joins.astype(jnp.int32))) % pool.num_blocks
     return replace(

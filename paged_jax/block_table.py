@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from paged_jax._typing import typed
-from paged_jax.block_pool import NULL_BLOCK, BlockPool, Status, allocate, init_pool, push_free
+from paged_jax.block_pool import NULL_BLOCK, BlockPool, Status, allocate, init_pool, push_free, read_before_write
 from paged_jax.config import CacheConfig, cdiv
 
 #: Rows that one pass of a release handles on a CPU: few rows end in one step, so short passes over only these beat one
@@ -87,7 +87,7 @@ def num_blocks_needed(pool: BlockPool, table: BlockTable, num_new_tokens: Int32[
     filled block. If every holder of that block writes, the highest row keeps it and all others copy: what appending row
     by row would do.
     """
-    copies, _ = _copies(pool, table, num_new_tokens)
+    copies, _, _ = _copies(pool.ref_count, table, num_new_tokens)
     return copies + _growth(table, num_new_tokens)
 
 
@@ -104,8 +104,8 @@ def _growth(table: BlockTable, num_new_tokens: Array) -> Array:
     return (cdiv(table.seq_lens + num_new_tokens, table.block_size) - table.num_blocks)[None]
 
 
-def _copies(pool: BlockPool, table: BlockTable, num_new_tokens: Array) -> tuple[Array, Array]:
-    """(1 where a row must copy its last block before it writes else 0, that last block), both [G, S]."""
+def _copies(ref_count: Array, table: BlockTable, num_new_tokens: Array) -> tuple[Array, Array, Array]:
+    """(1 where a row must copy its last block before it writes else 0, that last block), both [G, S]; and ref_count."""
     row = jnp.arange(table.seq_lens.shape[0], dtype=jnp.int32)
     writes = (num_new_tokens > 0) & (table.seq_lens % table.block_size != 0)
     writes = writes[None]
@@ -114,7 +114,8 @@ def _copies(pool: BlockPool, table: BlockTable, num_new_tokens: Array) -> tuple[
     # Rows that do not write have last == NULL_BLOCK here and are equal to no writer.
     before = (row[:, None] > row[None])[None]
     earlier = jnp.sum((last[:, :, None] == last[:, None, :]) & before, axis=-1, dtype=jnp.int32)
-    return (writes & (pool.ref_count[last] - earlier > 1)).astype(jnp.int32), last
+    held, ref_count = read_before_write(ref_count, last)
+    return (writes & (held - earlier > 1)).astype(jnp.int32), last, ref_count
 
 
 @typed
@@ -147,7 +148,8 @@ def append_tokens(
     new_lens = table.seq_lens + num_new_tokens
     fits = jnp.all(cdiv(new_lens, table.block_size) <= width)
 
-    copies, last = _copies(pool, table, num_new_tokens)
+    copies, last, ref_count = _copies(pool.ref_count, table, num_new_tokens)
+    pool = replace(pool, ref_count=ref_count)
     need = (_growth(table, num_new_tokens) + copies) * (in_range & fits)
     pool, ids, status = allocate(pool, need.T.reshape(-1), max_blocks=max_blocks, reserve=reserve)
     ids = ids.reshape(num_rows, num_groups, max_blocks).swapaxes(0, 1)
@@ -314,7 +316,10 @@ def _cut(pool: BlockPool, table: BlockTable, new_lens: Array) -> tuple[BlockPool
         return jax.lax.fori_loop(0, cdiv(jnp.sum(cut, dtype=jnp.int32), size), drop, (pool, block_ids))
 
     def at_once(pool: BlockPool, block_ids: Array) -> tuple[BlockPool, Array]:
-        return _drop_entries(pool, block_ids, rows, keep)
+        # In most decode steps no row ends, and then a GPU skips the launches.
+        return jax.lax.cond(
+            jnp.any(cut), lambda p, b: _drop_entries(p, b, rows, keep), lambda p, b: (p, b), pool, block_ids
+        )
 
     pool, block_ids = jax.lax.platform_dependent(pool, table.block_ids, cpu=passes, default=at_once)
     return pool, replace(table, block_ids=block_ids, seq_lens=new_lens)

@@ -151,9 +151,10 @@ def _merge(chosen: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(jnp.expand_dims(chosen, range(1, n.ndim)), n, o), new, old)
 
 
-def _copy_on_write(cache: KVCache, appended: Appended) -> KVCache:
+def _copy_on_write(cache: KVCache, appended: Appended, implementation: str | None) -> KVCache:
     src, dst = appended.copy_src.reshape(-1), appended.copy_dst.reshape(-1)
-    return jax.lax.cond(jnp.any(dst != 0), lambda c: copy_blocks(c, src, dst), lambda c: c, cache)
+    copy = partial(copy_blocks, src=src, dst=dst, are_disjoint=True, implementation=implementation)
+    return jax.lax.cond(jnp.any(dst != 0), copy, lambda c: c, cache)
 
 
 def _commit(
@@ -230,7 +231,7 @@ def _prefill_step(
 
     def run(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
         batch = build_ragged_batch(state.table, appended, counts, plan.token_ids, implementation=implementation)
-        logits, cache = forward(params, batch, _copy_on_write(state.cache, appended))
+        logits, cache = forward(params, batch, _copy_on_write(state.cache, appended, implementation))
         state = replace(state, cache=cache, rows=_merge(counts > 0, plan.rows, state.rows))
         return _commit(state, jnp.arange(num_rows, dtype=jnp.int32), logits, plan.is_last & (counts > 0), vocab_size)
 
@@ -316,7 +317,7 @@ def _decode_many(
             batch = build_decode_batch(
                 state.table, appended, live, _take(state.last_token, live), implementation=implementation
             )
-            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended))
+            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended, implementation))
             state, token, is_output, finish = _commit(replace(state, cache=cache), live, logits, takes_part, vocab_size)
             return state, replace(
                 output,

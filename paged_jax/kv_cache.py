@@ -1,5 +1,6 @@
 """KVCache: the paged K and V arrays, their storage format, and the only functions that write them."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from paged_jax._typing import typed
 from paged_jax.config import CacheConfig
+from paged_jax.dispatch import default_platform, require_mosaic, wants_mosaic
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +78,7 @@ def storage_dtype(dtype: str) -> jnp.dtype:
     XLA:CPU never updates bfloat16 arrays in place (64 tokens into a 64 MiB pool: 85 ms, against 8 - 36 us for uint16),
     so on a CPU the bits of bfloat16 values are kept as uint16.
     """
-    if dtype == "bfloat16" and jax.default_backend() == "cpu":
+    if dtype == "bfloat16" and default_platform() == "cpu":
         return jnp.dtype(jnp.uint16)
     return jnp.dtype(dtype)
 
@@ -98,7 +100,12 @@ def to_storage(values: Array, dtype: jnp.dtype) -> Array:
 
 @typed
 def write_kv(
-    layer: LayerCache, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slot_mapping: Int32[Array, " T"]
+    layer: LayerCache,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slot_mapping: Int32[Array, " T"],
+    *,
+    implementation: str | None = None,
 ) -> LayerCache:
     """Stores each token's K and V at its slot, in place where the layer's arrays are donated or loop-carried.
 
@@ -107,29 +114,56 @@ def write_kv(
         k, v: any float dtype; converted to the storage format.
         slot_mapping: int32 [T], block * block_size + offset; slots <= 0 are padding and go to the null block. The
             indices stay (block, offset): no element offset is ever formed in int32.
+        implementation: of the attention that follows. "mosaic_gpu", or None on a GPU: by a kernel where it can, which
+            moves the same bytes in one launch and leaves the null block alone.
     """
     if k.shape[1:] != layer.k.shape[2:]:
         raise ValueError(
             f"write_kv(): k and v have (num_kv_heads, head_dim) = {k.shape[1:]}, the cache has {layer.k.shape[2:]}; "
             "make CacheConfig agree with the model"
         )
-    block_size = layer.k.shape[1]
+    k, v = to_storage(k, layer.k.dtype), to_storage(v, layer.v.dtype)
     slot = jnp.maximum(slot_mapping, 0)  # a negative index would wrap to the last block
+    if wants_mosaic(implementation):
+        with contextlib.suppress(NotImplementedError):
+            new_k, new_v = _kernels().write_kv(layer.k, layer.v, k, v, slot)
+            return replace(layer, k=new_k, v=new_v)
+    block_size = layer.k.shape[1]
     block, offset = slot // block_size, slot % block_size
-    return replace(
-        layer,
-        k=layer.k.at[block, offset].set(to_storage(k, layer.k.dtype)),
-        v=layer.v.at[block, offset].set(to_storage(v, layer.v.dtype)),
-    )
+    return replace(layer, k=layer.k.at[block, offset].set(k), v=layer.v.at[block, offset].set(v))
+
+
+def _kernels():
+    """The kernels that move K and V. Raises NotImplementedError where they cannot even be imported."""
+    require_mosaic()
+    from pallas_kernels import move_kv
+
+    return move_kv
 
 
 @typed
-def copy_blocks(cache: KVCache, src: Int32[Array, " n"], dst: Int32[Array, " n"]) -> KVCache:
+def copy_blocks(
+    cache: KVCache,
+    src: Int32[Array, " n"],
+    dst: Int32[Array, " n"],
+    *,
+    are_disjoint: bool = False,
+    implementation: str | None = None,
+) -> KVCache:
     """Copies block src[i] to block dst[i] in every array, as if all copies happened at once.
 
     Sources are read before anything is written, so a destination may be another pair's source (1 -> 2 with 2 -> 3, or
     an exchange). Pairs of null blocks are padding. Destinations must differ.
+
+    Args:
+        are_disjoint: the caller's promise that no destination is another pair's source, as in copy-on-write. Lets a
+            kernel copy in place, in one launch for K and V of a layer.
+        implementation: as for `write_kv`.
     """
+    if are_disjoint and wants_mosaic(implementation):
+        with contextlib.suppress(NotImplementedError):
+            pairs = [_kernels().copy_blocks(k, v, src, dst) for k, v in zip(cache.k, cache.v, strict=True)]
+            return replace(cache, k=tuple(k for k, _ in pairs), v=tuple(v for _, v in pairs))
 
     def copied(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(a.at[dst].set(a[src]) for a in arrays)

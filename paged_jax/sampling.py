@@ -6,6 +6,7 @@ top_k and top_p are found as one threshold per row, by bisection on the bits of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +209,11 @@ def _bisect(holds: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.A
         is_true = holds(middle)
         return jnp.where(is_true, middle, low), jnp.where(is_true, high, middle)
 
-    return lax.fori_loop(0, num_steps, halve, (low, high))[0]
+    def search(low: jax.Array, high: jax.Array, *, unroll: bool) -> jax.Array:
+        return lax.fori_loop(0, num_steps, halve, (low, high), unroll=unroll)[0]
+
+    # A loop inside a conditional keeps XLA:GPU from making the whole decode step one command buffer.
+    return lax.platform_dependent(low, high, cpu=partial(search, unroll=False), default=partial(search, unroll=True))
 
 
 def _key_of_float(x: jax.Array) -> jax.Array:

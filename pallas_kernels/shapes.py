@@ -33,6 +33,17 @@ TINY_SHAPES = {
     "odd_13x46": AttentionShape(num_heads=13, num_kv_heads=13, head_dim=46, block_size=4),
 }
 
+# For the kernel suite: each head size, group and kind of block size that the Mosaic kernels take.
+KERNEL_SHAPES = {
+    "g3_h64": AttentionShape(num_heads=6, num_kv_heads=2, head_dim=64),
+    "g4_h128": AttentionShape(num_heads=4, num_kv_heads=1, head_dim=128),
+    "g1_h80_bs64": AttentionShape(num_heads=2, num_kv_heads=2, head_dim=80, block_size=64),
+    "g5_h96_bs24": AttentionShape(num_heads=5, num_kv_heads=1, head_dim=96, block_size=24),
+    "g8_h256_bs8": AttentionShape(num_heads=8, num_kv_heads=1, head_dim=256, block_size=8),
+    "g16_h128_bs128": AttentionShape(num_heads=16, num_kv_heads=1, head_dim=128, block_size=128),
+    "g7_h64_bs32": AttentionShape(num_heads=7, num_kv_heads=1, head_dim=64, block_size=32),
+}
+
 # For benchmarks: attention layers of published models.
 MODEL_SHAPES = {
     "smollm2_135m": AttentionShape(num_heads=9, num_kv_heads=3, head_dim=64),

@@ -110,14 +110,14 @@ PLANTED_BUGS = [
     (
         "no copy-on-write",
         "table",
-        "pool.ref_count[last] - earlier > 1",
-        "pool.ref_count[last] - earlier > 99",
+        "held - earlier > 1",
+        "held - earlier > 99",
     ),
     (
         "last holder copies too",
         "table",
-        "pool.ref_count[last] - earlier > 1",
-        "pool.ref_count[last] > 1",
+        "held - earlier > 1",
+        "held > 1",
     ),
     (
         "full shared block copied",
