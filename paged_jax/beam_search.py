@@ -286,7 +286,7 @@ def _beam_search_many(
         ) -> tuple[EngineState, BeamState, BeamStepOutput]:
             tokens = beams.last_token.reshape(-1)
             batch = build_decode_batch(state.table, appended, live, tokens, implementation=implementation)
-            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended))
+            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended, implementation))
             beams, beam = advance(beams, logits[:, :vocab_size].reshape(num_prompts, k, -1))
             goes_on = beams.finish == FinishReason.NONE
             parents = jnp.where(goes_on[:, None], beam_rows[:, :1] + beam, max_num_seqs).reshape(-1)
