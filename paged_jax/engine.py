@@ -10,7 +10,6 @@ import numpy as np
 
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig, cdiv, check_positive
-from paged_jax.decode import FinishReason, Forward, StepOutput
 from paged_jax.inputs import (
     Prompt,
     check_can_ever_fit,
@@ -26,6 +25,7 @@ from paged_jax.progress import Progress
 from paged_jax.runner import ModelRunner
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import Request, RunningRequest, plan_admissions, plan_prefill
+from paged_jax.state import FinishReason, Forward, StepOutput
 
 #: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged_jax.decode import FinishReason
 from paged_jax.detokenizer import Detokenizer
 from paged_jax.scheduler import Request
+from paged_jax.state import FinishReason
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 

@@ -11,19 +11,11 @@ from paged_jax.batch import build_ragged_batch
 from paged_jax.block_pool import Status
 from paged_jax.block_table import append_tokens
 from paged_jax.config import CacheConfig, check_positive
-from paged_jax.decode import (
-    EngineState,
-    Forward,
-    PrefillPlan,
-    StepOutput,
-    decode_many,
-    init_state,
-    prefill_step,
-    release_rows,
-)
+from paged_jax.decode import decode_many, prefill_step, release_rows
 from paged_jax.inputs import MAX_STOP_TOKEN_IDS
 from paged_jax.sampling import seed_words
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.state import EngineState, Forward, PrefillPlan, StepOutput, init_state
 
 #: XLA:CPU multiplies a handful of rows faster with oneDNN than with its default library: decode steps of 4 to 16 rows
 #: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md). XLA cannot store

@@ -16,7 +16,7 @@ from flax import nnx
 
 from models.llama import LlamaConfig, LlamaForward, init_params
 from paged_jax import LLM, CacheConfig, Status
-from paged_jax.block_table import check_invariants
+from paged_jax.invariants import check_invariants
 from paged_jax.kv_cache import write_kv
 
 VOCAB = 97
@@ -190,7 +190,7 @@ def with_garbage_tables(forward):
 
 def audit(state) -> None:
     """Raises unless the block manager is consistent."""
-    check_invariants(state.pool, state.table)
+    check_invariants(state.pool, state.table, state.prefix_cache)
 
 
 class AuditedLLM(LLM):

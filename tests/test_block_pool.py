@@ -1,12 +1,14 @@
 """BlockPool alone: queue order, counts, refusals."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.block_pool import BlockPool, Status, allocate, init_pool, release
+from paged_jax.block_pool import CACHED, UNCACHED, BlockPool, Status, allocate, init_pool, release
 
 take = jax.jit(allocate, static_argnames="max_blocks")
 give = jax.jit(release)
@@ -17,7 +19,12 @@ def ids(*values):
 
 
 def free_blocks(pool: BlockPool) -> list[int]:
-    return [int(pool.free_queue[(int(pool.head) + i) % pool.num_blocks]) for i in range(int(pool.count))]
+    """Uncached ones, then cached ones, in the order of their reuse."""
+    return [
+        int(pool.free_queue[queue, (int(pool.head[queue]) + i) % pool.num_blocks])
+        for queue in (UNCACHED, CACHED)
+        for i in range(int(pool.count[queue]))
+    ]
 
 
 def test_init_pool_fresh_hands_out_every_block_but_the_null_block():
@@ -90,9 +97,7 @@ def test_release_padding_ids_are_ignored():
 
 def test_release_shared_block_returns_at_the_last_owner():
     pool, _, _ = take(init_pool(4), ids(1), max_blocks=1)
-    pool = BlockPool(
-        free_queue=pool.free_queue, head=pool.head, count=pool.count, ref_count=pool.ref_count.at[1].set(3)
-    )
+    pool = dataclasses.replace(pool, ref_count=pool.ref_count.at[1].set(3))
     pool, _ = give(pool, ids(1, 0))
     assert free_blocks(pool) == [2, 3]
     pool, _ = give(pool, ids(1, 1))

@@ -47,6 +47,7 @@ def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True)
             sampling=init_sampling_state(ROWS),
             num_remaining=jnp.full(ROWS, max_tokens, jnp.int32),
             stop_token_ids=jnp.asarray(stops),
+            namespace=jnp.zeros(ROWS, jnp.int32),
         ),
     )
 
