@@ -2,8 +2,8 @@
 
 Invariant 8 of docs/block_manager.md. A full block whose K/V are written is *published*: it gets a content uid
 (BlockPool.content_uid) and a record, and an entry in a hash table says where it may be found. Entries are hints: one is
-valid while the record of its block points back at it and the block has a uid, so a block that is reused loses its
-identity without a write to this module's arrays.
+valid while the record of its block points back at it and the block has a uid: a block that is reused loses its identity
+without a write to this module's arrays.
 
 Identity is proved, not hashed. A record holds the uid of the block before it, or the chain's root; tokens are compared
 and uids followed at publication and at every hit. Blocks of one uid therefore hold one token chain under one root, and a
