@@ -6,8 +6,8 @@ valid while the record of its block points back at it and the block has a uid: a
 without a write to this module's arrays.
 
 Identity is proved, not hashed. A record holds the uid of the block before it, or the chain's root; tokens are compared
-and uids followed at publication and at every hit. Blocks of one uid therefore hold one token chain under one root, and a
-uid is never given to another chain: no collision, no rewritten or reused parent can serve another prompt's K/V.
+and uids followed at publication and at every hit. Blocks of one uid therefore hold one token chain under one root, and
+no other chain ever gets that uid: no collision, no rewritten or reused parent can serve another prompt's K/V.
 """
 
 from dataclasses import dataclass, replace

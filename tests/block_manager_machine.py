@@ -357,6 +357,9 @@ class CachingMachine(BlockManagerMachine):
                 self._believe_what_was_published(before)
         self._remember()
         self._check()
+        known = np.asarray(self.cache.token_ids)
+        for ids, mine in zip(self.plain.blocks[0], self.plain.tokens, strict=True):
+            assert known[ids].ravel()[: len(mine)].tolist() == mine
 
     def _believe_what_was_published(self, before):
         """A collision may keep a block unknown or part equal contents, never more; uids are not predicted."""

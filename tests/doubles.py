@@ -156,9 +156,9 @@ def oracle_forward(params, batch, cache):
 
 
 def poison(state, value=np.nan):
-    """The state with `value` in every slot of K and V that holds no live token, the null block included."""
+    """The state with `value` in every slot of K and V that holds no live or cached token, the null block included."""
     table = state.table
-    live = np.zeros((state.pool.num_blocks, table.block_size), bool)
+    live = np.tile(np.asarray(state.pool.content_uid)[:, None] > 0, (1, table.block_size))
     for group in np.asarray(table.block_ids):
         for ids, length in zip(group, np.asarray(table.seq_lens), strict=True):
             position = np.arange(length)
