@@ -85,6 +85,7 @@ class ModelRunner:
         # The host's copy of the row parameters: written when a request gets its row, copied into each plan.
         self._rows = jax.tree.map(lambda x: np.array(x), self._state.rows)
         self._programs: dict[tuple[str, int], Any] = {}
+        self._compile = _compile
         self.vocab_size = check_contract(forward, params, self._state, implementation)
         if vocab_size is not None:
             check_positive("LLM", vocab_size=vocab_size)
@@ -234,7 +235,7 @@ class ModelRunner:
 
     def _program(self, kind: str, size: int) -> Any:
         if (kind, size) not in self._programs:
-            self._programs[kind, size] = _compile(self._lower(kind, size), kind, size)
+            self._programs[kind, size] = self._compile(self._lower(kind, size), kind, size)
         return self._programs[kind, size]
 
     def _lower(self, kind: str, size: int) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from block_manager_model import PlainBlockManager, Refused
+from doubles import QUICK
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -22,9 +23,6 @@ from paged_jax.invariants import check_invariants
 
 BLOCK_SIZE, NUM_ROWS, WIDTH, MAX_NEW = 3, 5, 4, 7
 CAPACITY = WIDTH * BLOCK_SIZE
-
-#: A program of the machine runs a few hundred times on arrays of a few entries: compiling is all that it costs.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def jitted(block_pool, block_table, prefix_cache) -> SimpleNamespace:

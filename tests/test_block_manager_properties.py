@@ -272,6 +272,12 @@ PLANTED_CACHE_BUGS = [
         "pool.ref_count.at[ids].add((listed & ok)",
         "pool.ref_count.at[ids].add((listed & is_free & ok)",
     ),
+    (
+        "released cached block is uncached",
+        "pool",
+        "queue = (pool.content_uid[ids] > 0).astype",
+        "queue = (pool.content_uid[ids] < 0).astype",
+    ),
     ("reset keeps identities", "pool", "content_uid=jnp.zeros_like(pool.content_uid)", "content_uid=pool.content_uid"),
     (
         "block rewritten in place stays cached",

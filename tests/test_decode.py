@@ -28,8 +28,9 @@ from paged_jax.sampling import init_sampling_state
 ROWS, STOPS, CHUNK = 8, 4, 32
 
 
-def new_state(num_usable, block_size=4, **sizes):
-    return init_state(cache_config(num_usable, block_size, max_num_seqs=ROWS, **sizes), max_stop_token_ids=STOPS)
+def new_state(num_usable, block_size=4, *, caching=False, **sizes):
+    config = cache_config(num_usable, block_size, max_num_seqs=ROWS, **sizes)
+    return init_state(config, max_stop_token_ids=STOPS, enable_prefix_caching=caching)
 
 
 def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True) -> PrefillPlan:
@@ -307,7 +308,7 @@ def test_b101_two_layers_sharing_kv_arrays_work():
 
 
 def program(kind, num_usable=256, max_blocks_per_seq=64):
-    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq)
+    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq, caching=True)
     if kind == "decode_many":
         lowered = decode_many.lower(TINY, tiny_params(), state, num_steps=4)
     else:
