@@ -11,6 +11,7 @@ no other chain ever gets that uid: no collision, no rewritten or reused parent c
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array, Int32
 from paged_jax._typing import typed
 from paged_jax.block_pool import NULL_BLOCK, BlockPool, Status, exclusive_cumsum, forget_all
 from paged_jax.block_table import BlockTable
-from paged_jax.config import CacheConfig
+from paged_jax.config import CacheConfig, cdiv
 from paged_jax.digest import LANES, block_hashes, chain_digests, mix, root_digest, to_int32, to_uint32
 
 #: Columns of a record.
@@ -28,6 +29,8 @@ _RECORD_SIZE = 2 + LANES
 #: Entries of a bucket; each block may stand in one of two buckets. With at least twice as many entries as blocks, none
 #: is dropped in practice, unless more than 16 blocks hold the same.
 _BUCKET_SIZE = 8
+#: Blocks that one pass of `publish` handles on a CPU: few blocks fill up in one step, and a pass compares all pairs.
+_CPU_ITEMS_PER_PASS = 32
 #: Beyond this uid nothing is published until `reset`.
 _MAX_UID = 2**31 - 1
 
@@ -134,8 +137,8 @@ def publish(
 ) -> tuple[PrefixCache, BlockPool]:
     """Makes the blocks that rows have filled since they held old_lens tokens available to `match_prefix`.
 
-    Their K/V and tokens must be written. A block stays unknown if the block before it is, or if another content of this
-    very call has its digest.
+    Their K/V and tokens must be written. A block stays unknown if the block before it is, or (rarely) if another content
+    of this very call has its digest.
 
     Args:
         cache, pool: may be donated.
@@ -145,39 +148,89 @@ def publish(
     """
     block_size, num_rows = table.block_size, table.seq_lens.shape[0]
     num_items = (max_new_tokens + (block_size - 1) * min(num_rows, max_new_tokens)) // block_size
+    counts = table.seq_lens // block_size - old_lens // block_size
+
+    def publish_from(
+        first: Array | int, size: int, cache: PrefixCache, pool: BlockPool
+    ) -> tuple[PrefixCache, BlockPool]:
+        items = _filled_blocks(table, old_lens // block_size, counts, first + jnp.arange(size, dtype=jnp.int32))
+        return _publish_items(cache, pool, items, root_of(namespaces))
+
+    def passes(cache: PrefixCache, pool: BlockPool) -> tuple[PrefixCache, BlockPool]:
+        num_passes = cdiv(jnp.sum(counts, dtype=jnp.int32), _CPU_ITEMS_PER_PASS)
+        one = lambda i, state: publish_from(i * _CPU_ITEMS_PER_PASS, _CPU_ITEMS_PER_PASS, *state)  # noqa: E731
+        return jax.lax.fori_loop(0, num_passes, one, (cache, pool))
+
+    def at_once(cache: PrefixCache, pool: BlockPool) -> tuple[PrefixCache, BlockPool]:
+        return publish_from(0, num_items, cache, pool)
+
     if num_items == 0:
         return cache, pool
-    # Items: the filled blocks, rows ascending, each row's chain in order. place = number within the row's chain.
-    first = old_lens // block_size
-    counts = table.seq_lens // block_size - first
-    item = jnp.arange(num_items, dtype=jnp.int32)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    row = jnp.minimum(jnp.sum(item[:, None] >= ends[None], axis=1, dtype=jnp.int32), num_rows - 1)
-    is_item = item < ends[-1]
-    start = jnp.where(is_item, (ends - counts)[row], item)
-    is_first = start == item
-    block = jnp.where(is_item, table.block_ids[0, row, first[row] + item - start], NULL_BLOCK)
-    tokens = cache.token_ids[block]
+    if num_items <= _CPU_ITEMS_PER_PASS:
+        return at_once(cache, pool)
+    return jax.lax.platform_dependent(cache, pool, cpu=passes, default=at_once)
 
-    parent_block = jnp.where(first > 0, table.block_ids[0, jnp.arange(num_rows), jnp.maximum(first - 1, 0)], NULL_BLOCK)
-    root = root_of(namespaces)
-    origin = jnp.where(first > 0, pool.content_uid[parent_block], root)[row]
-    before = jnp.where((first > 0)[:, None], to_uint32(cache.records[parent_block, DIGEST]), root_digest(root))[row]
-    digest = chain_digests(before, block_hashes(tokens), start)
+
+class _Items(NamedTuple):
+    """Filled blocks [n]: rows ascending, each row's chain in order, not-yet-filled ones (padding) last.
+
+    row, block, and the block before it in its row (null: there is none). start: index of the first item of the chain
+    that each item belongs to, as far as the chain is among these items.
+    """
+
+    is_item: Array
+    row: Array
+    block: Array
+    parent_block: Array
+    start: Array
+
+
+def _filled_blocks(table: BlockTable, first_block: Array, counts: Array, numbers: Array) -> _Items:
+    """Those with consecutive `numbers` among all; row s has filled counts[s] blocks, the first is first_block[s]."""
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    is_item = numbers < ends[-1]
+    row = jnp.sum(numbers[:, None] >= ends[None], axis=1, dtype=jnp.int32) * is_item
+    place = jnp.where(is_item, numbers - (ends - counts)[row], 0)
+    column = first_block[row] + place
+    block, parent = (table.block_ids[0, row, jnp.maximum(c, 0)] for c in (column, column - 1))
+    item = jnp.arange(numbers.shape[0], dtype=jnp.int32)
+    return _Items(
+        is_item=is_item,
+        row=row,
+        block=jnp.where(is_item, block, NULL_BLOCK),
+        parent_block=jnp.where(column > 0, parent, NULL_BLOCK),
+        start=jnp.maximum(item - place, 0),
+    )
+
+
+def _publish_items(cache: PrefixCache, pool: BlockPool, items: _Items, roots: Array) -> tuple[PrefixCache, BlockPool]:
+    num_items, start, root = items.row.shape[0], items.start, roots[items.row]
+    item = jnp.arange(num_items, dtype=jnp.int32)
+    is_first, has_parent = start == item, items.parent_block != NULL_BLOCK
+    tokens = cache.token_ids[items.block]
+    # What stands before each chain: a known block, a root, or an unknown block, with uid 0.
+    origin = jnp.where(has_parent, pool.content_uid[items.parent_block], root)[start]
+    before = to_uint32(cache.records[items.parent_block, DIGEST])
+    digest = chain_digests(
+        jnp.where(has_parent[:, None], before, root_digest(root))[start], block_hashes(tokens), start
+    )
 
     # Content that is published already keeps its uid.
     found, found_uid = _find(cache, pool, digest)
     is_known = _is_verified(cache, found, found_uid, tokens, jnp.where(is_first, origin, jnp.roll(found_uid, 1)))
     is_known = _leading(is_known, start)
 
-    # Equal content in this call gets one uid, that of its first item. Chains are compared block by block.
-    is_equal = is_item[None] & jnp.all(digest[:, None] == digest[None], axis=2)
+    # Equal content among the items gets one uid, that of its first item. Chains are compared block by block.
+    is_equal = items.is_item[None]
+    for lane in range(LANES):
+        is_equal &= digest[:, lane, None] == digest[None, :, lane]
     same = jnp.min(jnp.where(is_equal, item[None], num_items - 1), axis=1)
     parents_are_equal = jnp.where(
         is_first, is_first[same] & (origin == origin[same]), ~is_first[same] & (same[item - 1] == same[same - 1])
     )
     is_same = (same == item) | (jnp.all(tokens == tokens[same], axis=1) & parents_are_equal)
-    is_sound = _leading(is_item & (origin != 0) & is_same & (cache.next_uid <= _MAX_UID - num_items), start)
+    is_sound = items.is_item & (origin != 0) & is_same & (cache.next_uid <= _MAX_UID - num_items)
+    is_sound = _leading(is_sound, start)
     is_sound = _leading(is_sound & is_sound[same], start)
     is_new = is_sound & ~is_known & (same == item)
     uid = jnp.where(is_known, found_uid, cache.next_uid + exclusive_cumsum(is_new.astype(jnp.int32)))[same]
@@ -185,12 +238,12 @@ def publish(
 
     slot = _free_entries(cache, pool, digest, is_sound)
     record = jnp.concatenate([slot[:, None], to_int32(digest), parent[:, None]], axis=1)
-    target = jnp.where(is_sound, block, pool.num_blocks)
+    target = jnp.where(is_sound, items.block, pool.num_blocks)
     return (
         replace(
             cache,
             records=cache.records.at[target].set(record, mode="drop"),
-            entries=cache.entries.at[slot].set(block, mode="drop"),
+            entries=cache.entries.at[slot].set(items.block, mode="drop"),
             next_uid=cache.next_uid + jnp.sum(is_new, dtype=jnp.int32),
         ),
         replace(pool, content_uid=pool.content_uid.at[target].set(uid, mode="drop")),

@@ -299,7 +299,12 @@ PLANTED_CACHE_BUGS = [
     ),
     ("two items take one entry", "cache", "axis=1) == rank[:, None])", "axis=1) == 0)"),
     ("namespace ignored", "cache", "return -1 - namespace", "return -1 - 0 * namespace"),
-    ("publishes behind an unknown block", "cache", "is_item & (origin != 0) & is_same", "is_item & is_same"),
+    (
+        "publishes behind an unknown block",
+        "cache",
+        "items.is_item & (origin != 0) & is_same",
+        "items.is_item & is_same",
+    ),
     (
         "uid used twice",
         "cache",

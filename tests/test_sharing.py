@@ -401,3 +401,46 @@ def test_one_broken_sample_is_reported_and_the_others_are_whole():
     assert [o.finish_reason for o in output.outputs] == ["length", "error", "length"]
     assert [len(o.token_ids) for o in output.outputs] == [6, 1, 6]
     assert llm.is_whole
+
+
+# -- the examples ----------------------------------------------------------------------------------------------------
+
+
+class WordTokenizer:
+    """A token per word, by its hash; the examples' texts fit into a small pool then."""
+
+    def encode(self, text):
+        return [1 + sum(word.encode()) % 95 for word in text.split()]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def llm_of_words(llm):
+    llm.tokenizer, llm.poison_value = WordTokenizer(), None
+    yield llm
+    llm.tokenizer = None
+
+
+def test_example_parallel_sampling_stores_the_prompt_once(llm_of_words, capsys):
+    from examples.parallel_sampling import main
+
+    before = llm_of_words.block_counters["copies"]
+    main(llm_of_words)
+    assert "sample 2 alone is the same: True" in capsys.readouterr().out
+    assert llm_of_words.block_counters["copies"] - before == 3
+
+
+def test_example_shared_prompt_computes_the_system_prompt_once(llm_of_words, capsys):
+    from examples.shared_prompt import main
+
+    main(llm_of_words)
+    lines = capsys.readouterr().out.splitlines()
+    hits = [int(line.split()[0]) for line in lines if line.endswith("tokens cached")]
+    assert hits[0] == 0
+    assert min(hits[1:]) >= 60
+    assert lines[-2:] == [
+        "with a cache_salt of its own: 0 cached",
+        "after reset_prefix_cache(): 0 cached, same answer: True",
+    ]
