@@ -137,8 +137,8 @@ def publish(
 ) -> tuple[PrefixCache, BlockPool]:
     """Makes the blocks that rows have filled since they held old_lens tokens available to `match_prefix`.
 
-    Their K/V and tokens must be written. A block stays unknown if the block before it is, or (rarely) if another content
-    of this very call has its digest.
+    Their K/V and tokens must be written. A block stays unknown if the block before it is, or if another content of this
+    very call has its digest.
 
     Args:
         cache, pool: may be donated.
@@ -150,10 +150,8 @@ def publish(
     num_items = (max_new_tokens + (block_size - 1) * min(num_rows, max_new_tokens)) // block_size
     counts = table.seq_lens // block_size - old_lens // block_size
 
-    def publish_from(
-        first: Array | int, size: int, cache: PrefixCache, pool: BlockPool
-    ) -> tuple[PrefixCache, BlockPool]:
-        items = _filled_blocks(table, old_lens // block_size, counts, first + jnp.arange(size, dtype=jnp.int32))
+    def publish_from(number: Array | int, size: int, cache: PrefixCache, pool: BlockPool):
+        items = _filled_blocks(table, old_lens // block_size, counts, number + jnp.arange(size, dtype=jnp.int32))
         return _publish_items(cache, pool, items, root_of(namespaces))
 
     def passes(cache: PrefixCache, pool: BlockPool) -> tuple[PrefixCache, BlockPool]:

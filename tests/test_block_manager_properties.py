@@ -51,7 +51,13 @@ class CollidingMachine(CachingMachine):
     manager = jitted(*planted(WEAK_DIGEST))
 
 
-MACHINES = [BlockManagerMachine, TwoGroupsMachine, CachingMachine, CollidingMachine]
+class PassesMachine(CachingMachine):
+    """What a step fills is published in passes of two blocks: to the model, which goes block by block, all the same."""
+
+    manager = jitted(*planted(("cache", "_CPU_ITEMS_PER_PASS = 32", "_CPU_ITEMS_PER_PASS = 2")))
+
+
+MACHINES = [BlockManagerMachine, TwoGroupsMachine, CachingMachine, PassesMachine, CollidingMachine]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -340,20 +340,20 @@ def test_digest_kept_in_a_record_continues_the_chain():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of older versions copies counts when rows are released")
-def test_bookkeeping_with_a_prefix_cache_copies_nothing_of_the_pools_size():
-    config = CacheConfig(
-        num_blocks=10_000, num_layers=1, num_kv_heads=1, head_dim=1, max_num_seqs=8, max_blocks_per_seq=4, block_size=4
-    )
+@pytest.mark.parametrize("num_rows", [8, 64])  # published at once, and in passes
+def test_bookkeeping_with_a_prefix_cache_copies_nothing_of_the_pools_size(num_rows):
+    sizes = {"num_blocks": 10_000, "max_num_seqs": num_rows, "max_blocks_per_seq": 4, "block_size": 4}
+    config = CacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **sizes)
 
     def steps(pool, table, cache):
         def step(_, state):
             pool, table, cache = state
             old_lens = table.seq_lens
-            pool, table, appended = append_tokens(pool, table, jnp.ones(8, jnp.int32), max_new_tokens=1)
+            pool, table, appended = append_tokens(pool, table, jnp.ones(num_rows, jnp.int32), max_new_tokens=1)
             cache = write_tokens(cache, old_lens, appended.slot_mapping[0, :, 0])
             cache, pool = jax.lax.cond(
                 jnp.any(table.seq_lens % 4 == 0),
-                lambda c, p: publish(c, p, table, old_lens, 0 * old_lens, max_new_tokens=8),
+                lambda c, p: publish(c, p, table, old_lens, 0 * old_lens, max_new_tokens=num_rows),
                 lambda c, p: (c, p),
                 cache,
                 pool,
