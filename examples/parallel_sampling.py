@@ -1,7 +1,6 @@
 """Several samples of one prompt: it is computed once, and its full blocks are shared."""
 
-from paged_jax import LLM, SamplingParams
-from paged_jax.inputs import sample_seed
+from paged_jax import LLM, SamplingParams, sample_seed
 
 
 def main(llm: LLM | None = None) -> None:

@@ -22,6 +22,7 @@ from paged_jax.decode import (
     reset_prefix_cache,
 )
 from paged_jax.engine import LLM
+from paged_jax.inputs import sample_seed
 from paged_jax.invariants import InvariantError, check_invariants
 from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
 from paged_jax.outputs import CompletionOutput, RequestOutput
@@ -88,6 +89,7 @@ __all__ = [
     "release_rows",
     "reset_prefix_cache",
     "sample",
+    "sample_seed",
     "seed_words",
     "truncate",
     "write_kv",
