@@ -25,14 +25,11 @@ def check_invariants(pool: BlockPool, table: BlockTable, cache: PrefixCache | No
         InvariantError: naming the invariant and the numbers that contradict it.
     """
     ref, ids, lens = (np.asarray(x) for x in (pool.ref_count, table.block_ids, table.seq_lens))
-    uid, (num_uncached, num_cached) = np.asarray(pool.content_uid), (int(c) for c in pool.count)
-    num_blocks, width, count = len(ref), ids.shape[-1], num_uncached + num_cached
+    uid, head, counts, queues = (np.asarray(x) for x in (pool.content_uid, pool.head, pool.count, pool.free_queue))
+    num_blocks, width, count = len(ref), ids.shape[-1], int(counts.sum())
 
     require(0 <= count < num_blocks, 1, f"{count} free blocks in a pool of {num_blocks}")
-    queue, cached = (
-        np.asarray(pool.free_queue)[q, (int(pool.head[q]) + np.arange(int(pool.count[q]))) % num_blocks]
-        for q in (UNCACHED, CACHED)
-    )
+    queue, cached = (queues[q, (head[q] + np.arange(counts[q])) % num_blocks] for q in (UNCACHED, CACHED))
     require((uid[queue] == 0).all(), 7, f"cached blocks {queue[uid[queue] != 0].tolist()} in the uncached queue")
     require((uid[cached] > 0).all(), 7, f"uncached blocks {cached[uid[cached] <= 0].tolist()} in the cached queue")
     require((uid >= 0).all() and uid[NULL_BLOCK] == 0, 8, "a negative uid, or the null block is cached")

@@ -226,14 +226,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return [(self.plain.namespaces[row], *tokens[: i + 1]) for i in range(len(tokens))]
 
     def _check(self):
-        check_invariants(self.pool, self.table, self.cache)
-        pool, plain = self.pool, self.plain
+        pool, table, cache = jax.device_get((self.pool, self.table, self.cache))
+        check_invariants(pool, table, cache)
+        plain = self.plain
         for queue, expected in enumerate((plain.free, plain.cached)):  # order included: invariant 7
-            entries = (int(pool.head[queue]) + np.arange(int(pool.count[queue]))) % self.num_blocks
-            assert np.asarray(pool.free_queue)[queue, entries].tolist() == expected
-        assert np.asarray(pool.ref_count).tolist() == [plain.refs[b] for b in range(self.num_blocks)]
-        assert np.asarray(pool.content_uid).tolist() == [plain.uids.get(b, 0) for b in range(self.num_blocks)]
-        ids, lens = np.asarray(self.table.block_ids), np.asarray(self.table.seq_lens)
+            entries = (pool.head[queue] + np.arange(pool.count[queue])) % self.num_blocks
+            assert pool.free_queue[queue, entries].tolist() == expected
+        assert pool.ref_count.tolist() == [plain.refs[b] for b in range(self.num_blocks)]
+        assert pool.content_uid.tolist() == [plain.uids.get(b, 0) for b in range(self.num_blocks)]
+        ids, lens = table.block_ids, table.seq_lens
         for row, tokens in enumerate(plain.tokens):
             assert lens[row] == len(tokens)
             for group in range(self.num_groups):

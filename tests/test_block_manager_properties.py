@@ -57,7 +57,7 @@ class PassesMachine(CachingMachine):
     manager = jitted(*planted(("cache", "_CPU_ITEMS_PER_PASS = 32", "_CPU_ITEMS_PER_PASS = 2")))
 
 
-MACHINES = [BlockManagerMachine, TwoGroupsMachine, CachingMachine, PassesMachine, CollidingMachine]
+MACHINES = [BlockManagerMachine, TwoGroupsMachine, PassesMachine, CollidingMachine]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -66,7 +66,7 @@ def test_block_manager_random_operations_equal_plain_model(machine):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", [*MACHINES, CachingMachine])
 def test_block_manager_long_random_operations_equal_plain_model(machine):
     run_state_machine_as_test(machine, settings=settings(max_examples=SOAK_EXAMPLES, stateful_step_count=80))
 
