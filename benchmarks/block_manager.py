@@ -3,11 +3,13 @@
     python benchmarks/block_manager.py
 
 256 rows append one token each; rows that reach their length are released and start again with one token in the next
-step. Two ways to run it: one donated jitted call per step, and one donated call that loops over 64 steps on the device.
+step. Two ways to run it: one donated jitted call per step, and one donated call that loops over 64 steps on the device;
+each without and with a prefix cache.
 Pools of all sizes run the same lengths, which the smallest one can hold.
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 import time
@@ -18,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.block_pool import BlockPool, Status
-from paged_jax.block_table import BlockTable, append_tokens, check_invariants, init, release
+from paged_jax.block_table import BlockTable, append_tokens, init, release
 from paged_jax.config import CacheConfig
+from paged_jax.invariants import check_invariants
+from paged_jax.prefix_cache import PrefixCache, init_prefix_cache, publish, write_tokens
 
 STEPS_PER_LOOP = 64
 
@@ -39,28 +43,52 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def decode_bookkeeping(pool: BlockPool, table: BlockTable, max_lens: jax.Array, status: jax.Array):
-    """One step: a token for every row, then the rows that are full give up their blocks. max_lens int32 [S]."""
-    pool, table, appended = append_tokens(pool, table, jnp.ones_like(table.seq_lens), max_new_tokens=1)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The block manager, and the status of all steps so far."""
+
+    pool: BlockPool
+    table: BlockTable
+    cache: PrefixCache | None
+    status: jax.Array
+
+
+def decode_bookkeeping(state: State, max_lens: jax.Array) -> State:
+    """One step: a token for every row, then the rows that are full give up their blocks. max_lens int32 [S].
+
+    With a prefix cache the tokens are noted and full blocks are published, as decode_many does it. No two blocks hold
+    the same, so that the cache is soon full of blocks and every new block evicts one.
+    """
+    old_lens, cache = state.table.seq_lens, state.cache
+    pool, table, appended = append_tokens(state.pool, state.table, jnp.ones_like(old_lens), max_new_tokens=1)
+    if cache is not None:
+        tokens = cache.next_uid + jnp.arange(old_lens.shape[0], dtype=jnp.int32)
+        cache = write_tokens(cache, tokens, appended.slot_mapping[0, :, 0])
+        cache, pool = jax.lax.cond(
+            jnp.any(table.seq_lens % table.block_size == 0),
+            lambda c, p: publish(c, p, table, old_lens, 0 * old_lens, max_new_tokens=old_lens.shape[0]),
+            lambda c, p: (c, p),
+            cache,
+            pool,
+        )
     pool, table, released = release(pool, table, table.seq_lens >= max_lens)
-    return pool, table, jnp.maximum(status, jnp.maximum(appended.status, released))
+    return State(pool, table, cache, jnp.maximum(state.status, jnp.maximum(appended.status, released)))
 
 
-one_step = jax.jit(decode_bookkeeping, donate_argnums=(0, 1))
+one_step = jax.jit(decode_bookkeeping, donate_argnums=0)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def many_steps(pool: BlockPool, table: BlockTable, max_lens: jax.Array, status: jax.Array):
+@functools.partial(jax.jit, donate_argnums=0)
+def many_steps(state: State, max_lens: jax.Array) -> State:
     """STEPS_PER_LOOP steps in one dispatch."""
-    return jax.lax.fori_loop(
-        0, STEPS_PER_LOOP, lambda _, state: decode_bookkeeping(*state[:2], max_lens, state[2]), (pool, table, status)
-    )
+    return jax.lax.fori_loop(0, STEPS_PER_LOOP, lambda _, state: decode_bookkeeping(state, max_lens), state)
 
 
 class Bench:
     """One pool size and the state of its rows."""
 
-    def __init__(self, num_blocks: int, arguments: argparse.Namespace):
+    def __init__(self, num_blocks: int, arguments: argparse.Namespace, *, caching: bool):
         """Fills rows to random lengths below their maxima, so that they end at different steps."""
         rng = np.random.default_rng(arguments.seed)
         smallest = min(arguments.num_blocks) - 1
@@ -77,38 +105,44 @@ class Bench:
             max_num_seqs=arguments.num_rows,
             max_blocks_per_seq=arguments.max_blocks_per_seq,
         )
-        self.pool, self.table = init(config)
-        self.status = jnp.int32(Status.OK)
+        pool, table = init(config)
         start = jnp.asarray(rng.integers(1, np.asarray(self.max_lens)), jnp.int32)
         append = jax.jit(append_tokens, static_argnames="max_new_tokens", donate_argnums=(0, 1))
-        self.pool, self.table, _ = append(self.pool, self.table, start, max_new_tokens=longest)
+        pool, table, _ = append(pool, table, start, max_new_tokens=longest)
+        self.state = State(pool, table, init_prefix_cache(config) if caching else None, jnp.int32(Status.OK))
 
     def run(self, step, calls: int) -> float:
         """Calls `step` so often; returns seconds per call."""
         start = time.perf_counter()
         for _ in range(calls):
-            self.pool, self.table, self.status = step(self.pool, self.table, self.max_lens, self.status)
-        jax.block_until_ready(self.table)
+            self.state = step(self.state, self.max_lens)
+        jax.block_until_ready(self.state)
         return (time.perf_counter() - start) / calls
 
     def check(self) -> None:
         """Fails if a step was refused or the state is inconsistent."""
-        if int(self.status) != Status.OK:
-            raise SystemExit(f"a step was refused: {Status(int(self.status)).name}")
-        check_invariants(self.pool, self.table)
+        if int(self.state.status) != Status.OK:
+            raise SystemExit(f"a step was refused: {Status(int(self.state.status)).name}")
+        check_invariants(self.state.pool, self.state.table, self.state.cache)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Returns microseconds per step, per way and pool size, interleaved over the rounds."""
-    benches = {num_blocks: Bench(num_blocks, arguments) for num_blocks in arguments.num_blocks}
-    samples = {way: {str(size): [] for size in benches} for way in ("one call per step", "64 steps per call")}
+    benches = {
+        (size, caching): Bench(size, arguments, caching=caching)
+        for size in arguments.num_blocks
+        for caching in (False, True)
+    }
+    samples: dict[str, dict[str, list[float]]] = {}
     for round_index in range(-1, arguments.rounds):  # round -1 compiles
-        for size, bench in benches.items():
+        for (size, caching), bench in benches.items():
             single = bench.run(one_step, STEPS_PER_LOOP)
             looped = bench.run(many_steps, 1) / STEPS_PER_LOOP
-            if round_index >= 0:
-                samples["one call per step"][str(size)].append(single * 1e6)
-                samples["64 steps per call"][str(size)].append(looped * 1e6)
+            for way, seconds in (("one call per step", single), ("64 steps per call", looped)):
+                way += ", prefix cache" * caching
+                by_size = samples.setdefault(way, {}).setdefault(str(size), [])
+                if round_index >= 0:
+                    by_size.append(seconds * 1e6)
     for bench in benches.values():
         bench.check()
     return samples

@@ -7,9 +7,7 @@ from paged_jax.block_pool import BlockPool, Status, allocate, init_pool
 from paged_jax.block_table import (
     Appended,
     BlockTable,
-    InvariantError,
     append_tokens,
-    check_invariants,
     fork,
     init_table,
     release,
@@ -18,22 +16,30 @@ from paged_jax.block_table import (
 )
 from paged_jax.config import CacheConfig
 from paged_jax.decode import (
+    acquire_prefix,
+    decode_many,
+    decode_step,
+    prefill_step,
+    release_rows,
+    reset_prefix_cache,
+)
+from paged_jax.engine import LLM
+from paged_jax.inputs import sample_seed
+from paged_jax.invariants import InvariantError, check_invariants
+from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
+from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
+from paged_jax.prefix_cache import PrefixCache, copy_tokens, init_prefix_cache, match_prefix, publish, write_tokens
+from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams
+from paged_jax.state import (
+    BlockCounters,
     EngineState,
     FinishReason,
     PrefillPlan,
     RowParams,
     StepOutput,
-    decode_many,
-    decode_step,
     init_state,
-    prefill_step,
-    release_rows,
 )
-from paged_jax.engine import LLM
-from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
-from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
-from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
-from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -45,6 +51,7 @@ __all__ = [
     "BeamSequence",
     "BeamState",
     "BeamStepOutput",
+    "BlockCounters",
     "BlockPool",
     "BlockTable",
     "CacheConfig",
@@ -56,6 +63,7 @@ __all__ = [
     "KeptBeams",
     "LayerCache",
     "PrefillPlan",
+    "PrefixCache",
     "RequestOutput",
     "RowParams",
     "SamplingParams",
@@ -63,6 +71,7 @@ __all__ = [
     "Status",
     "StepBatch",
     "StepOutput",
+    "acquire_prefix",
     "allocate",
     "append_tokens",
     "attend",
@@ -71,22 +80,29 @@ __all__ = [
     "build_ragged_batch",
     "check_invariants",
     "copy_blocks",
+    "copy_tokens",
     "decode_many",
     "decode_step",
     "fork",
     "init_beams",
     "init_cache",
     "init_pool",
+    "init_prefix_cache",
     "init_sampling_state",
     "init_state",
     "init_table",
+    "match_prefix",
     "paged_attention",
     "prefill_step",
+    "publish",
     "release",
     "release_rows",
     "reparent",
+    "reset_prefix_cache",
     "sample",
+    "sample_seed",
     "seed_words",
     "truncate",
     "write_kv",
+    "write_tokens",
 ]

@@ -11,12 +11,12 @@ import numpy as np
 from paged_jax.beam_search import BeamState, BeamStepOutput, init_beams, num_candidates
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig
-from paged_jax.decode import FinishReason, StepOutput
 from paged_jax.detokenizer import Detokenizer
-from paged_jax.inputs import Prompt, max_new_tokens, tokenize
+from paged_jax.inputs import Namespaces, Prompt, cache_salt_of, max_new_tokens, tokenize
 from paged_jax.outputs import BeamSearchOutput, BeamSequence
 from paged_jax.runner import ModelRunner, bucket_for, bucket_sizes
 from paged_jax.sampling_params import BeamSearchParams
+from paged_jax.state import FinishReason, StepOutput
 
 
 @dataclass(kw_only=True)
@@ -28,6 +28,7 @@ class BeamSearch:
         prompt: the text, if there was one.
         prompt_token_ids: the prompt's tokens; none if it failed before it had any.
         max_tokens: tokens to generate at most, after the limits of the model's length.
+        namespace: number of the requests that the prompt may share cached blocks with.
         token_ids, parents: int32 [k, n] of each dispatch: token of each running beam after each of the n steps, and the
             beam, before that step, that it continues.
         sequences: (token_ids, cumulative log-probability, score) of each sequence found, best first.
@@ -38,6 +39,7 @@ class BeamSearch:
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
     max_tokens: int = 0
+    namespace: int = 0
     token_ids: list[np.ndarray] = field(default_factory=list)
     parents: list[np.ndarray] = field(default_factory=list)
     sequences: list[tuple[list[int], float, float]] = field(default_factory=list)
@@ -97,6 +99,7 @@ class BeamSearcher:
     eos_token_ids: Sequence[int]
     max_model_len: int
     max_num_batched_tokens: int
+    namespaces: Namespaces
     watch: Callable[[StepOutput | BeamStepOutput], None]
 
     def __post_init__(self) -> None:
@@ -149,9 +152,12 @@ class BeamSearcher:
         try:
             text, token_ids = tokenize(prompt, self.tokenizer, self.runner.vocab_size)
             max_tokens = max_new_tokens(self.params, len(token_ids), self.max_model_len)
+            namespace = self.namespaces.number_of(cache_salt_of(prompt))
         except (ValueError, TypeError) as error:
             return BeamSearch(index=index, prompt=prompt if isinstance(prompt, str) else None, error=error)
-        return BeamSearch(index=index, prompt=text, prompt_token_ids=token_ids, max_tokens=max_tokens)
+        return BeamSearch(
+            index=index, prompt=text, prompt_token_ids=token_ids, max_tokens=max_tokens, namespace=namespace
+        )
 
     def _run_wave(self, wave: Sequence[BeamSearch]) -> None:
         """Runs the searches of one wave to their end and fills in what they found."""
@@ -171,9 +177,13 @@ class BeamSearcher:
             self._conclude(search, jax.tree.map(lambda x, p=p: x[p], beams), status)
 
     def _prefill(self, wave: Sequence[BeamSearch]) -> Status:
-        """Stores all but the last token of each prompt in the first row of its beams."""
+        """Stores all but the last token of each prompt in the first row of its beams, as far as they are not cached."""
         rows = range(0, len(wave) * self.params.beam_width, self.params.beam_width)
         prompts = [s.prompt_token_ids[:-1] for s in wave]
+        for i, (row, search) in enumerate(zip(rows, wave, strict=True)):
+            self.runner.set_namespace(row, search.namespace)
+            if self.runner.has_prefix_cache and prompts[i]:
+                prompts[i] = prompts[i][self.runner.acquire_prefix(row, prompts[i], search.namespace) :]
         for chunk in _chunks(rows, prompts, self.max_num_batched_tokens):
             output = self.runner.prefill(chunk)
             self.watch(output)
@@ -224,12 +234,12 @@ class BeamSearcher:
 
 def _chunks(
     rows: Iterable[int], prompts: Sequence[Sequence[int]], max_num_tokens: int
-) -> Iterator[list[tuple[int, Sequence[int], bool]]]:
+) -> Iterator[list[tuple[Sequence[int], Sequence[int], bool]]]:
     """Chunks of at most max_num_tokens prompt tokens for ModelRunner.prefill; no row generates a token with them."""
     chunk, room = [], max_num_tokens
     for row, tokens in zip(rows, prompts, strict=True):
         while tokens:
-            chunk.append((row, tokens[:room], False))
+            chunk.append(([row], tokens[:room], False))
             tokens, room = tokens[room:], room - len(tokens[:room])
             if room == 0:
                 yield chunk

@@ -22,7 +22,8 @@ from paged_jax._typing import typed
 from paged_jax.batch import build_decode_batch
 from paged_jax.block_pool import Status
 from paged_jax.block_table import append_tokens, reparent
-from paged_jax.decode import EngineState, FinishReason, Forward, _copy_on_write, _merge
+from paged_jax.decode import Forward, copy_on_write, merge_rows
+from paged_jax.state import EngineState, FinishReason
 
 
 @jax.tree_util.register_dataclass
@@ -224,7 +225,7 @@ def advance(beams: BeamState, logits: Float[Array, "P k V"]) -> tuple[BeamState,
         finish=jnp.where(is_finite, finish, FinishReason.ERROR).astype(jnp.int32),
         kept=kept,
     )
-    return _merge(beams.finish == FinishReason.NONE, after, beams), beam
+    return merge_rows(beams.finish == FinishReason.NONE, after, beams), beam
 
 
 def _beam_search_many(
@@ -286,7 +287,8 @@ def _beam_search_many(
         ) -> tuple[EngineState, BeamState, BeamStepOutput]:
             tokens = beams.last_token.reshape(-1)
             batch = build_decode_batch(state.table, appended, live, tokens, implementation=implementation)
-            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended, implementation))
+            state = copy_on_write(state, appended, implementation)
+            logits, cache = forward(params, batch, state.cache)
             beams, beam = advance(beams, logits[:, :vocab_size].reshape(num_prompts, k, -1))
             goes_on = beams.finish == FinishReason.NONE
             parents = jnp.where(goes_on[:, None], beam_rows[:, :1] + beam, max_num_seqs).reshape(-1)

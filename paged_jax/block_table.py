@@ -2,18 +2,27 @@
 
 Pure functions `(pool, table, ...) -> (pool, table, ..., status)`, vectorised over rows, all or nothing, under jit and
 vmap. Order everywhere: rows ascending, within a row its cache groups ascending, within a group the tail first on
-release. Invariants 1 - 7 and 9 of docs/block_manager.md; `check_invariants` states them as code.
+release. Invariants 1 - 7 and 9 of docs/block_manager.md; invariants.py states them as code.
 """
 
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from paged_jax._typing import typed
-from paged_jax.block_pool import NULL_BLOCK, BlockPool, Status, allocate, init_pool, push_free, read_before_write
+from paged_jax.block_pool import (
+    NULL_BLOCK,
+    BlockPool,
+    Status,
+    allocate,
+    forget,
+    init_pool,
+    push_free,
+    read_before_write,
+)
+from paged_jax.block_pool import acquire as acquire_blocks
 from paged_jax.config import CacheConfig, cdiv
 
 #: Rows that one pass of a release handles on a CPU: few rows end in one step, so short passes over only these beat one
@@ -129,6 +138,9 @@ def append_tokens(
 ) -> tuple[BlockPool, BlockTable, Appended]:
     """Makes room for num_new_tokens[s] more tokens in each row s, all rows or none.
 
+    Every block that is going to be written loses its identity in the prefix cache: fresh ones, and a cached one that a
+    truncated row, its only owner, writes in place.
+
     Args:
         pool, table: may be donated.
         num_new_tokens: int32 [S] tokens per row, each in 0 ... max_new_tokens.
@@ -157,7 +169,12 @@ def append_tokens(
     ok = status == Status.OK
 
     copies = copies * ok
-    pool = replace(pool, ref_count=pool.ref_count.at[last].add(-copies))
+    in_place = jnp.where((copies == 0) & ok, last, NULL_BLOCK)
+    pool = replace(
+        pool,
+        ref_count=pool.ref_count.at[last].add(-copies),
+        content_uid=forget(pool.content_uid, in_place),
+    )
     block_ids = _write_columns(table.block_ids, ids, table.num_blocks[None] - copies, need * ok)
     table = replace(table, block_ids=block_ids, seq_lens=jnp.where(ok, new_lens, table.seq_lens))
     appended = Appended(
@@ -262,6 +279,31 @@ def reparent(
 
 
 @typed
+def acquire(
+    pool: BlockPool, table: BlockTable, row: Int32[Array, ""], block_ids: Int32[Array, "G n"]
+) -> tuple[BlockPool, BlockTable, Int32[Array, ""]]:
+    """Gives an empty row the cached blocks `block_ids`, which it shares with whoever else holds them.
+
+    Args:
+        pool, table: may be donated.
+        row: int32 [].
+        block_ids: int32 [G, n] full blocks for the row's first tokens in each group, equally many, then null blocks;
+            n <= max_blocks_per_seq. All null: nothing happens.
+
+    Returns:
+        (pool, table, status): ROW_IN_USE if the row holds tokens, NOT_OWNED if a block is free and not cached.
+    """
+    num_tokens = jnp.sum(block_ids[0] != NULL_BLOCK, dtype=jnp.int32) * table.block_size
+    in_use = (table.seq_lens[row] > 0) & (num_tokens > 0)
+    pool, status = acquire_blocks(pool, (block_ids * ~in_use).reshape(-1))
+    status = jnp.where(in_use, Status.ROW_IN_USE, status).astype(jnp.int32)
+    target = jnp.where((status == Status.OK) & (num_tokens > 0), row, table.seq_lens.shape[0])
+    block_ids = table.block_ids.at[:, target, : block_ids.shape[1]].set(block_ids, mode="drop")
+    seq_lens = table.seq_lens.at[target].set(num_tokens, mode="drop")
+    return pool, replace(table, block_ids=block_ids, seq_lens=seq_lens), status
+
+
+@typed
 def truncate(
     pool: BlockPool, table: BlockTable, new_lens: Int32[Array, " S"]
 ) -> tuple[BlockPool, BlockTable, Int32[Array, ""]]:
@@ -336,40 +378,3 @@ def _drop_entries(pool: BlockPool, block_ids: Array, rows: Array, keep: Array) -
     # Rows, then groups, then the tail first.
     flat = [jnp.flip(x, -1).swapaxes(0, 1).reshape(-1) for x in (ids, dropped)]
     return push_free(pool, *flat), block_ids
-
-
-class InvariantError(RuntimeError):
-    """The block manager's state contradicts itself: a bug, never a user's mistake."""
-
-
-def check_invariants(pool: BlockPool, table: BlockTable) -> None:
-    """Checks invariants 1 - 4 on the host; for tests and debugging.
-
-    Raises:
-        InvariantError: naming the invariant and the numbers that contradict it.
-    """
-    ref, ids, lens = (np.asarray(x) for x in (pool.ref_count, table.block_ids, table.seq_lens))
-    num_blocks, width, count = len(ref), ids.shape[-1], int(pool.count)
-
-    def require(condition: object, invariant: int, message: str) -> None:
-        if not condition:
-            raise InvariantError(f"invariant {invariant}: {message}")
-
-    require(0 <= count < num_blocks, 1, f"{count} free blocks in a pool of {num_blocks}")
-    queue = np.asarray(pool.free_queue)[(int(pool.head) + np.arange(count)) % num_blocks]
-    require(len(set(queue.tolist())) == count, 1, f"the free queue holds a block twice: {queue.tolist()}")
-    require(NULL_BLOCK not in queue, 3, "the null block is in the free queue")
-    require(ref[NULL_BLOCK] == 0, 3, f"the null block has ref_count {ref[NULL_BLOCK]}")
-    require((ref >= 0).all(), 2, f"negative ref_count: {ref.tolist()}")
-    owned = int((ref > 0).sum())
-    require(owned + count + 1 == num_blocks, 1, f"{owned} owned + {count} free + 1 null != {num_blocks} blocks")
-    require((ref[queue] == 0).all(), 1, f"free blocks with owners: {queue[ref[queue] > 0].tolist()}")
-    require(((ids >= 0) & (ids < num_blocks)).all(), 4, "a table entry is not a block id")
-    uses = np.bincount(ids[ids != NULL_BLOCK].ravel(), minlength=num_blocks)
-    require((uses == ref).all(), 2, f"ref_count {ref.tolist()} but the tables name the blocks {uses.tolist()} times")
-    require(((lens >= 0) & (lens <= width * table.block_size)).all(), 4, f"row lengths {lens.tolist()} out of range")
-    in_use = np.arange(width) < cdiv(lens, table.block_size)[:, None]
-    require(((ids != NULL_BLOCK) == in_use).all(), 4, "a row's blocks are not exactly its first cdiv(len, block_size)")
-    for row in range(len(lens)):
-        mine = ids[:, row][ids[:, row] != NULL_BLOCK]
-        require(len(set(mine.tolist())) == mine.size, 4, f"row {row} names a block twice: {mine.tolist()}")

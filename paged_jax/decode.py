@@ -1,144 +1,26 @@
-"""The steps of generation: prefill_step, decode_step and decode_many, the only jit boundaries of the main path.
+"""The steps of generation: prefill_step, decode_step and decode_many, and what changes rows between them.
 
 One state, one step, two drivers: `decode_many` runs up to K decode steps in one dispatch, block allocation, K/V writes,
-attention, sampling, stop detection and release included; `decode_step` is the same with K = 1, for callers that look at
-every token. All of them donate the state: use the returned one and forget the old.
+attention, sampling, stop detection, publication and release included; `decode_step` is the same with K = 1, for callers
+that look at every token. All of them donate the state: use the returned one and forget the old.
 """
 
-import enum
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array
 
-from paged_jax import block_table
+from paged_jax import block_table, prefix_cache
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
-from paged_jax.block_pool import BlockPool, Status
-from paged_jax.block_table import Appended, BlockTable, append_tokens
-from paged_jax.config import CacheConfig
-from paged_jax.kv_cache import KVCache, copy_blocks, init_cache
-from paged_jax.sampling import SamplingState, init_sampling_state, sample
-
-#: forward(params, batch, cache) -> (logits [R, V] of batch.logits_indices, cache). Pure; hashable, for it is static.
-#: JAX keeps it for ever: use one function for all engines, and pass weights through params, never through a closure.
-Forward = Callable[[Any, StepBatch, KVCache], tuple[Array, KVCache]]
-
-
-class FinishReason(enum.IntEnum):
-    """Why a row stopped, as it comes from the device."""
-
-    NONE = 0
-    STOP = 1  # it drew one of its stop tokens
-    LENGTH = 2  # it has its number of tokens, or its row of the block table is full
-    ERROR = 3  # its logits were not finite; the token of that step is not part of the output
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class RowParams:
-    """What a request brings to its row.
-
-    Attributes:
-        sampling: [S] arrays of sampling parameters.
-        num_remaining: int32 [S] tokens that the row may still generate, at least 1.
-        stop_token_ids: int32 [S, J] tokens that end the row, padded with -1, which no token equals.
-    """
-
-    sampling: SamplingState
-    num_remaining: Int32[Array, " S"]
-    stop_token_ids: Int32[Array, "S J"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class EngineState:
-    """Everything that lives on the device between steps.
-
-    Attributes:
-        pool: free queue and reference counts.
-        table: block tables and sequence lengths.
-        cache: K and V.
-        rows: per-row parameters of the requests.
-        last_token: int32 [S] the token that the row generated last; its K/V are stored by the next step.
-        is_active: bool [S] rows that take part in decode steps: the prompt is complete, the row has not finished.
-    """
-
-    pool: BlockPool
-    table: BlockTable
-    cache: KVCache
-    rows: RowParams
-    last_token: Int32[Array, " S"]
-    is_active: Bool[Array, " S"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class PrefillPlan:
-    """One chunk of prompt tokens, made on the host.
-
-    Attributes:
-        token_ids: int32 [T] the rows' tokens one after the other in row order, padded with 0.
-        num_new_tokens: int32 [S] tokens of this chunk per row.
-        is_last: bool [S] rows whose prompt is complete with this chunk: they generate their first token now.
-        rows: parameters of the rows with new tokens; those of other rows are not looked at.
-    """
-
-    token_ids: Int32[Array, " T"]
-    num_new_tokens: Int32[Array, " S"]
-    is_last: Bool[Array, " S"]
-    rows: RowParams
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """What the host reads after a dispatch; nothing else is downloaded.
-
-    Attributes:
-        token_ids: int32 [S, K] generated tokens per row; the first num_tokens[s] are meaningful.
-        num_tokens: int32 [S].
-        finish: int32 [S] FinishReason of the rows that ended in this dispatch and gave back their blocks.
-        num_steps: int32 [] steps that ran, <= K.
-        num_free: int32 [] free blocks afterwards.
-        min_free: int32 [] the fewest free blocks that there were at any moment.
-        status: int32 [] Status. Not OK: the next step was refused; the state is as after num_steps steps, so that no
-            token is lost and the same call can be made again when there is room.
-    """
-
-    token_ids: Int32[Array, "S K"]
-    num_tokens: Int32[Array, " S"]
-    finish: Int32[Array, " S"]
-    num_steps: Int32[Array, ""]
-    num_free: Int32[Array, ""]
-    min_free: Int32[Array, ""]
-    status: Int32[Array, ""]
-
-
-def init_state(config: CacheConfig, *, max_stop_token_ids: int = 8) -> EngineState:
-    """Allocates all device memory of the engine, once.
-
-    Args:
-        config: sizes.
-        max_stop_token_ids: static width of the per-row list of stop tokens.
-    """
-    pool, table = block_table.init(config)
-    num_rows = config.max_num_seqs
-    return EngineState(
-        pool=pool,
-        table=table,
-        cache=init_cache(config),
-        rows=RowParams(
-            sampling=init_sampling_state(num_rows),
-            num_remaining=jnp.zeros(num_rows, jnp.int32),
-            stop_token_ids=jnp.full((num_rows, max_stop_token_ids), -1, jnp.int32),
-        ),
-        last_token=jnp.zeros(num_rows, jnp.int32),
-        is_active=jnp.zeros(num_rows, bool),
-    )
+from paged_jax.block_pool import CACHED, Status
+from paged_jax.block_table import Appended, append_tokens
+from paged_jax.kv_cache import KVCache, copy_blocks
+from paged_jax.prefix_cache import PrefixCache
+from paged_jax.sampling import sample
+from paged_jax.state import EngineState, FinishReason, Forward, PrefillPlan, StepOutput
 
 
 def _take(tree: Any, rows: Array) -> Any:
@@ -146,15 +28,76 @@ def _take(tree: Any, rows: Array) -> Any:
     return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), tree)
 
 
-def _merge(chosen: Array, new: Any, old: Any) -> Any:
+def merge_rows(chosen: Array, new: Any, old: Any) -> Any:
     """Leaf by leaf new[s] where chosen[s], else old[s]."""
     return jax.tree.map(lambda n, o: jnp.where(jnp.expand_dims(chosen, range(1, n.ndim)), n, o), new, old)
 
 
-def _copy_on_write(cache: KVCache, appended: Appended, implementation: str | None) -> KVCache:
+def _append(
+    state: EngineState, counts: Array, *, max_new_tokens: int, reserve: Array | int = 0
+) -> tuple[EngineState, Appended]:
+    """append_tokens on the state; counts the copies and evictions."""
+    num_cached = state.pool.count[CACHED]
+    pool, table, appended = append_tokens(
+        state.pool, state.table, counts, max_new_tokens=max_new_tokens, reserve=reserve
+    )
+    num_copies = jnp.sum(appended.copy_dst != 0, dtype=jnp.uint32)
+    num_evicted = (num_cached - pool.count[CACHED]).astype(jnp.uint32)
+    counters = state.counters
+    counters = replace(counters, copies=counters.copies + num_copies, evictions=counters.evictions + num_evicted)
+    return replace(state, pool=pool, table=table, counters=counters), appended
+
+
+def copy_on_write(state: EngineState, appended: Appended, implementation: str | None) -> EngineState:
+    """Copies what append_tokens asks for: K, V, and the tokens that the prefix cache knows them by."""
     src, dst = appended.copy_src.reshape(-1), appended.copy_dst.reshape(-1)
-    copy = partial(copy_blocks, src=src, dst=dst, are_disjoint=True, implementation=implementation)
-    return jax.lax.cond(jnp.any(dst != 0), copy, lambda c: c, cache)
+
+    def copy(cache: KVCache, known: PrefixCache | None) -> tuple[KVCache, PrefixCache | None]:
+        cache = copy_blocks(cache, src, dst, are_disjoint=True, implementation=implementation)
+        return cache, known and prefix_cache.copy_tokens(known, src, dst)
+
+    cache, known = jax.lax.cond(jnp.any(dst != 0), copy, lambda *same: same, state.cache, state.prefix_cache)
+    return replace(state, cache=cache, prefix_cache=known)
+
+
+def _compute(
+    forward: Forward,
+    params: Any,
+    state: EngineState,
+    batch: StepBatch,
+    appended: Appended,
+    counts: Array,
+    max_new_tokens: int,
+    implementation: str | None,
+) -> tuple[EngineState, Array]:
+    """Copies on write, runs the model, and publishes the blocks that are full now.
+
+    Args:
+        batch, appended: of this step.
+        counts: int32 [S] tokens that each row of the state stores in it, together at most max_new_tokens.
+
+    Returns:
+        (state, logits).
+    """
+    state = copy_on_write(state, appended, implementation)
+    logits, cache = forward(params, batch, state.cache)
+    state, known = replace(state, cache=cache), state.prefix_cache
+    if known is None:
+        return state, logits
+
+    known = prefix_cache.write_tokens(known, batch.token_ids, batch.slot_mapping[0])
+    table = state.table
+    old_lens = table.seq_lens - counts
+    known, pool = jax.lax.cond(
+        jnp.any(table.seq_lens // table.block_size > old_lens // table.block_size),
+        lambda known, pool: prefix_cache.publish(
+            known, pool, table, old_lens, state.rows.namespace, max_new_tokens=max_new_tokens
+        ),
+        lambda *same: same,
+        known,
+        state.pool,
+    )
+    return replace(state, prefix_cache=known, pool=pool), logits
 
 
 def _commit(
@@ -206,6 +149,8 @@ def _prefill_step(
 ) -> tuple[EngineState, StepOutput]:
     """Stores one chunk of prompt tokens and draws the first token of each row whose prompt is complete.
 
+    Rows that fork such a row share all its blocks; the first write of each into a partially filled one copies it.
+
     Args:
         forward: the model, static. params: its weights.
         state: donated.
@@ -216,24 +161,30 @@ def _prefill_step(
 
     Returns:
         (state, output) with K = 1. Status not OK: nothing was stored, the state is unchanged. ROW_IN_USE: a row of the
-        plan is active, its prompt is complete; BAD_LENGTH: more tokens than T, or a negative count; otherwise as for
+        plan is active, its prompt is complete, or a row that is to fork holds tokens; ROW_EMPTY: it forks a row whose
+        prompt does not end with this chunk; BAD_LENGTH: more tokens than T, or a negative count; otherwise as for
         append_tokens.
     """
     _check_plan(plan, state)
     num_rows, max_tokens = state.is_active.shape[0], plan.token_ids.shape[0]
-    is_busy = jnp.any(state.is_active & (plan.num_new_tokens > 0))
-    is_too_long = jnp.sum(plan.num_new_tokens, dtype=jnp.int32) > max_tokens
-    refused = jnp.where(is_busy, Status.ROW_IN_USE, jnp.where(is_too_long, Status.BAD_LENGTH, Status.OK))
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    parents = row if plan.parents is None else plan.parents
+    is_child = parents != row
+    refused = _refusal(plan, state, parents)
     counts = plan.num_new_tokens * (refused == Status.OK)
-    pool, table, appended = append_tokens(state.pool, state.table, counts, max_new_tokens=max_tokens, reserve=reserve)
+    state, appended = _append(state, counts, max_new_tokens=max_tokens, reserve=reserve)
     status = jnp.where(refused == Status.OK, appended.status, refused).astype(jnp.int32)
-    state = replace(state, pool=pool, table=table)
+    min_free = state.pool.num_free
 
     def run(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
+        state = replace(state, rows=merge_rows((counts > 0) | is_child, plan.rows, state.rows))
         batch = build_ragged_batch(state.table, appended, counts, plan.token_ids, implementation=implementation)
-        logits, cache = forward(params, batch, _copy_on_write(state.cache, appended, implementation))
-        state = replace(state, cache=cache, rows=_merge(counts > 0, plan.rows, state.rows))
-        return _commit(state, jnp.arange(num_rows, dtype=jnp.int32), logits, plan.is_last & (counts > 0), vocab_size)
+        batch = replace(batch, logits_indices=batch.logits_indices[parents])
+        state, logits = _compute(forward, params, state, batch, appended, counts, max_tokens, implementation)
+        # No status: _refusal has looked.
+        pool, table, _ = block_table.fork(state.pool, state.table, parents)
+        draws = (plan.is_last & (counts > 0)) | is_child
+        return _commit(replace(state, pool=pool, table=table), row, logits, draws, vocab_size)
 
     def refuse(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
         none = jnp.zeros(num_rows, jnp.int32)
@@ -247,17 +198,34 @@ def _prefill_step(
         finish=finish,
         num_steps=is_ok.astype(jnp.int32),
         num_free=state.pool.num_free,
-        min_free=pool.num_free,
+        min_free=min_free,
         status=status,
+        counters=state.counters,
     )
+
+
+def _refusal(plan: PrefillPlan, state: EngineState, parents: Array) -> Array:
+    """The Status of a plan, before the pool is asked."""
+    num_rows, max_tokens = state.is_active.shape[0], plan.token_ids.shape[0]
+    is_child = parents != jnp.arange(num_rows, dtype=jnp.int32)
+    is_parent = plan.is_last & (plan.num_new_tokens > 0)
+    has_parent = (parents >= 0) & (parents < num_rows) & is_parent[jnp.clip(parents, 0, num_rows - 1)]
+    in_use = state.is_active & (plan.num_new_tokens > 0) | is_child & ((state.table.seq_lens + plan.num_new_tokens) > 0)
+    is_too_long = jnp.sum(plan.num_new_tokens, dtype=jnp.int32) > max_tokens
+    refused = jnp.where(is_too_long, Status.BAD_LENGTH, Status.OK)
+    refused = jnp.where(jnp.any(is_child & ~has_parent), Status.ROW_EMPTY, refused)
+    return jnp.where(jnp.any(in_use), Status.ROW_IN_USE, refused).astype(jnp.int32)
 
 
 def _check_plan(plan: PrefillPlan, state: EngineState) -> None:
     """Raises ValueError unless the plan has an entry for each row of the state, and rows of the state's shapes."""
     rows = state.is_active.shape
-    for name, shape in (("num_new_tokens", plan.num_new_tokens.shape), ("is_last", plan.is_last.shape)):
-        if shape != rows:
-            raise ValueError(f"PrefillPlan.{name} has shape {shape}; pass one entry for each of the {rows[0]} rows")
+    for name in ("num_new_tokens", "is_last", "parents"):
+        array = getattr(plan, name)
+        if array is not None and array.shape != rows:
+            raise ValueError(
+                f"PrefillPlan.{name} has shape {array.shape}; pass one entry for each of the {rows[0]} rows"
+            )
     given, expected = (jax.tree.map(lambda x: x.shape, r) for r in (plan.rows, state.rows))
     if given != expected:
         raise ValueError(f"PrefillPlan.rows has shapes {given}, those of the state are {expected}; make them equal")
@@ -305,11 +273,10 @@ def _decode_many(
         takes_part = state.is_active.at[rows].get(mode="fill", fill_value=False) & (output.status == Status.OK)
         live = jnp.where(takes_part, rows, max_num_seqs)
         counts = jnp.zeros(max_num_seqs, jnp.int32).at[live].set(1, mode="drop")
-        pool, table, appended = append_tokens(state.pool, state.table, counts, max_new_tokens=1)
-        state = replace(state, pool=pool, table=table)
+        state, appended = _append(state, counts, max_new_tokens=1)
         output = replace(
             output,
-            min_free=jnp.minimum(output.min_free, pool.num_free),
+            min_free=jnp.minimum(output.min_free, state.pool.num_free),
             status=jnp.where(output.status == Status.OK, appended.status, output.status),
         )
 
@@ -317,8 +284,8 @@ def _decode_many(
             batch = build_decode_batch(
                 state.table, appended, live, _take(state.last_token, live), implementation=implementation
             )
-            logits, cache = forward(params, batch, _copy_on_write(state.cache, appended, implementation))
-            state, token, is_output, finish = _commit(replace(state, cache=cache), live, logits, takes_part, vocab_size)
+            state, logits = _compute(forward, params, state, batch, appended, counts, num_rows, implementation)
+            state, token, is_output, finish = _commit(state, live, logits, takes_part, vocab_size)
             return state, replace(
                 output,
                 token_ids=output.token_ids.at[live, i].set(token, mode="drop"),
@@ -339,9 +306,58 @@ def _decode_many(
         num_free=state.pool.num_free,
         min_free=state.pool.num_free,
         status=jnp.int32(Status.OK),
+        counters=state.counters,
     )
     state, output = jax.lax.fori_loop(0, num_steps, step, (state, output))
-    return state, replace(output, num_free=state.pool.num_free)
+    return state, replace(output, num_free=state.pool.num_free, counters=state.counters)
+
+
+def _acquire_prefix(
+    state: EngineState, row: Array, token_ids: Array, num_tokens: Array, namespace: Array
+) -> tuple[EngineState, Array, Array]:
+    """Gives an empty row the cached blocks that hold the beginning of its prompt; its prefill continues behind them.
+
+    Args:
+        state: donated.
+        row: int32 [].
+        token_ids: int32 [L] the prompt, padded to any length; num_tokens: int32 [] its real length.
+        namespace: int32 [] >= 0, as in RowParams.
+
+    Returns:
+        (state, num_cached_tokens [], status). ROW_IN_USE, and nothing changed, if the row holds tokens and there was
+        something to give it.
+
+    Raises:
+        ValueError: prefix caching is off.
+    """
+    if state.prefix_cache is None:
+        raise ValueError("acquire_prefix(): this state has no prefix cache; init_state(enable_prefix_caching=True)")
+    longest = state.table.block_ids.shape[-1] * state.table.block_size
+    ids = prefix_cache.match_prefix(state.prefix_cache, state.pool, token_ids[:longest], num_tokens, namespace)
+    pool, table, status = block_table.acquire(state.pool, state.table, row, ids[None])
+    is_ok = status == Status.OK
+    num_cached = jnp.sum(ids != 0, dtype=jnp.int32) * state.table.block_size * is_ok
+    counters = replace(
+        state.counters,
+        queries=state.counters.queries + (num_tokens * is_ok).astype(jnp.uint32),
+        hits=state.counters.hits + num_cached.astype(jnp.uint32),
+    )
+    return replace(state, pool=pool, table=table, counters=counters), num_cached, status
+
+
+def _reset_prefix_cache(state: EngineState) -> tuple[EngineState, Array]:
+    """Forgets everything that is cached.
+
+    Args:
+        state: donated.
+
+    Returns:
+        (state, status): BLOCKS_IN_USE, and nothing changed, unless all blocks are free.
+    """
+    if state.prefix_cache is None:
+        return state, jnp.int32(Status.OK)
+    known, pool, status = prefix_cache.reset(state.prefix_cache, state.pool)
+    return replace(state, prefix_cache=known, pool=pool), status
 
 
 def _release_rows(state: EngineState, rows: Array) -> tuple[EngineState, Array]:
@@ -364,3 +380,5 @@ prefill_step = _jit(_prefill_step, static_argnames=("forward", "vocab_size", "im
 decode_many = _jit(_decode_many, static_argnames=("forward", "num_steps", "num_rows", "vocab_size", "implementation"))
 decode_step = partial(decode_many, num_steps=1)
 release_rows = _jit(_release_rows)
+acquire_prefix = _jit(_acquire_prefix)
+reset_prefix_cache = _jit(_reset_prefix_cache)

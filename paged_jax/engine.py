@@ -5,33 +5,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from paged_jax.beam_engine import BeamSearcher
 from paged_jax.beam_search import BeamStepOutput
 from paged_jax.block_pool import Status
-from paged_jax.config import CacheConfig, cdiv, check_positive
-from paged_jax.decode import FinishReason, Forward, StepOutput
+from paged_jax.config import CacheConfig, check_positive
 from paged_jax.inputs import (
+    Namespaces,
     Prompt,
+    cache_salt_of,
     check_can_ever_fit,
     check_eos_token_ids,
     check_seed,
     derived_seed,
     max_new_tokens,
+    sample_seed,
     stop_token_ids,
     tokenize,
 )
 from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output, finished_output
+from paged_jax.pretrained import pretrained_arguments
 from paged_jax.progress import Progress
 from paged_jax.runner import ModelRunner
 from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 from paged_jax.scheduler import Request, RunningRequest, plan_admissions, plan_prefill
-
-#: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
-_DEFAULT_CPU_CACHE_BYTES = 1 << 30
-_DEFAULT_DEVICE_MEMORY_SHARE = 0.9
+from paged_jax.state import FinishReason, Forward, StepOutput
 
 
 class LLM:
@@ -49,11 +48,13 @@ class LLM:
         max_model_len: longest sequence in tokens, prompt and output. Default: what a row of the block table holds.
         max_num_batched_tokens: prompt tokens that one step takes at most; longer prompts are stored in chunks.
         decode_steps: decode steps per dispatch. Results do not depend on it.
+        enable_prefix_caching: keep the K/V of full blocks after their requests have ended, until the room is needed,
+            and compute of a new prompt only what is not cached. Works with one cache group.
         seed: in [0, 2**64), from which requests that bring none get theirs.
         implementation: attention implementation, None = by device.
 
     Attributes:
-        num_free_blocks: free blocks after the last step.
+        num_free_blocks: free blocks after the last step, cached ones included.
         peak_blocks: the most blocks that were ever in use at once.
         compile_count: programs compiled so far; `warmup()` compiles all of them.
     """
@@ -70,6 +71,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         decode_steps: int = 16,
+        enable_prefix_caching: bool = True,
         seed: int = 0,
         implementation: str | None = None,
     ) -> None:
@@ -96,8 +98,10 @@ class LLM:
             vocab_size=vocab_size,
             max_num_batched_tokens=max_num_batched_tokens,
             decode_steps=decode_steps,
+            enable_prefix_caching=enable_prefix_caching,
             implementation=implementation,
         )
+        self._namespaces = Namespaces()
         self._waiting: deque[Request] = deque()
         self._running: list[RunningRequest] = []
         self._num_requests = 0
@@ -115,6 +119,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
         decode_steps: int = 16,
+        enable_prefix_caching: bool = True,
         seed: int = 0,
         implementation: str | None = None,
     ) -> "LLM":
@@ -130,43 +135,25 @@ class LLM:
             max_num_seqs: sequences in flight at once.
             max_model_len: longest sequence in tokens, prompt and output. Default: the model's.
             max_num_batched_tokens: prompt tokens per step. Default: 256 on a CPU, 2048 elsewhere.
-            decode_steps, seed, implementation: as in LLM().
+            decode_steps, enable_prefix_caching, seed, implementation: as in LLM().
 
         Raises:
             ValueError: the files cannot be used, with the reasons; or an argument is out of range.
         """
-        from models.load import load_model  # here, so that paged_jax itself never depends on any model
-
-        on_cpu = jax.default_backend() == "cpu"
-        check_positive("from_pretrained()", block_size=block_size, max_num_seqs=max_num_seqs)
-        model = load_model(path_or_name, dtype=None if dtype == "auto" else dtype)
-        limit = model.config.max_position_embeddings
-        max_model_len = limit if max_model_len is None else max_model_len
-        check_positive("from_pretrained()", max_model_len=max_model_len)
-        if max_model_len > limit:
-            raise ValueError(f"max_model_len={max_model_len} exceeds the model's {limit} positions; lower it")
-        sizes = {
-            "num_layers": model.config.num_layers,
-            "num_kv_heads": model.config.num_kv_heads,
-            "head_dim": model.config.head_dim,
-            "max_blocks_per_seq": cdiv(max_model_len, block_size),
-            "block_size": block_size,
-            "dtype": jax.tree.leaves(model.params)[0].dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
-            "max_num_seqs": max_num_seqs,
-        }
-        num_blocks = _default_num_blocks(CacheConfig(num_blocks=2, **sizes)) if num_blocks is None else num_blocks
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = 256 if on_cpu else 2048
-        return cls(
-            model.forward,
-            model.params,
-            CacheConfig(num_blocks=num_blocks, **sizes),
-            model.tokenizer,
-            vocab_size=model.config.vocab_size,
-            eos_token_ids=model.config.eos_token_ids,
+        arguments = pretrained_arguments(
+            path_or_name,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+        )
+        return cls(
+            **arguments,
             decode_steps=decode_steps,
+            enable_prefix_caching=enable_prefix_caching,
             seed=seed,
             implementation=implementation,
         )
@@ -182,7 +169,8 @@ class LLM:
 
         Args:
             prompts: one or a list of: a text (special tokens in it are parsed as such), or
-                {"prompt_token_ids": [int, ...]}; {"prompt": text} is the same as the text.
+                {"prompt_token_ids": [int, ...]}; {"prompt": text} is the same as the text. A dict may have a
+                "cache_salt": only prompts with the same one share cached blocks.
             sampling_params: one for all prompts or one per prompt. Default: SamplingParams().
             use_tqdm: show a progress bar (if tqdm is installed).
 
@@ -258,6 +246,7 @@ class LLM:
             eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            namespaces=self._namespaces,
             watch=self._count_blocks,
         )
         done = {}
@@ -277,8 +266,9 @@ class LLM:
 
         Raises:
             ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
-                pool; or it is text and there is no tokenizer.
-            TypeError: the prompt is neither text nor a dict with "prompt_token_ids", or params are no SamplingParams.
+                pool; it is text and there is no tokenizer; or its cache_salt is empty or too long.
+            TypeError: the prompt is neither text nor a dict with "prompt_token_ids", its cache_salt is no str, or
+                params are no SamplingParams.
         """
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -286,14 +276,15 @@ class LLM:
         if any(r.request_id == request_id for r in [*self._waiting, *(r.request for r in self._running)]):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
         text, token_ids = tokenize(prompt, self.tokenizer, self._runner.vocab_size)
-        stop_token_ids(params, self.eos_token_ids)
         request = Request(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=max_new_tokens(params, len(token_ids), self.max_model_len),
+            stop_token_ids=stop_token_ids(params, self.eos_token_ids),
             seed=derived_seed(self._seed, self._num_requests) if params.seed is None else params.seed,
+            namespace=self._namespaces.number_of(cache_salt_of(prompt)),
         )
         check_can_ever_fit(request, self.cache_config)
         self._num_requests += 1
@@ -309,20 +300,16 @@ class LLM:
         Returns:
             The requests that finished with it.
         """
-        for request, row in plan_admissions(self._waiting, self._running, self.cache_config):
+        for running in plan_admissions(self._waiting, self._running, self.cache_config):
             self._waiting.popleft()
-            self._running.append(RunningRequest(request=request, row=row))
-            self._runner.set_row(
-                row,
-                request.params,
-                seed=request.seed,
-                max_tokens=request.max_tokens,
-                stop_token_ids=stop_token_ids(request.params, self.eos_token_ids),
-            )
+            self._running.append(running)
+            for index, sample in enumerate(running.samples):
+                self._runner.set_row(sample.row, running.request, sample_seed(running.request.seed, index))
         if not self._running:
             return []
-        chunk = plan_prefill(self._running, self.max_num_batched_tokens)
-        output = self._prefill(chunk) if chunk else self._runner.decode(len(self._running))
+        chunk = plan_prefill(self._running, self.max_num_batched_tokens, self._look_up)
+        num_live = sum(len(r.live_samples) for r in self._running)
+        output = self._prefill(chunk) if chunk else self._runner.decode(num_live)
         if output.status != Status.OK:
             raise RuntimeError(
                 f"the block manager refused a step that admission had promised room for: "
@@ -332,12 +319,55 @@ class LLM:
         self._count_blocks(output)
         return list(self._commit(output))
 
+    def abort(self, request_id: str) -> bool:
+        """Drops an unfinished request with all its samples and gives their blocks back.
+
+        Returns:
+            Whether there was one with this id: it may have finished before.
+        """
+        running = [r for r in self._running if r.request.request_id == request_id]
+        waiting = [r for r in self._waiting if r.request_id == request_id]
+        for request in waiting:
+            self._waiting.remove(request)
+        for request in running:
+            self._running.remove(request)
+            self._runner.release([s.row for s in request.live_samples])
+            self.num_free_blocks = self._runner.num_free_blocks
+        return bool(running or waiting)
+
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back."""
         self._waiting.clear()
         self._running.clear()
         self._runner.reset()
         self.num_free_blocks = self._runner.num_free_blocks
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets everything that is cached.
+
+        Raises:
+            RuntimeError: blocks are in use.
+        """
+        if not self._runner.reset_prefix_cache():
+            raise RuntimeError(
+                f"reset_prefix_cache() needs an idle engine, {len(self._running)} requests hold blocks; finish or "
+                "abort them first"
+            )
+
+    def update_params(self, params: Any) -> None:
+        """Takes other weights for all requests to come; nothing that was cached under the old ones is found again.
+
+        Args:
+            params: a pytree with the structure, shapes and dtypes of the present one.
+
+        Raises:
+            ValueError: it has others.
+            RuntimeError: requests are unfinished.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError("update_params() needs an idle engine; finish or abort the unfinished requests first")
+        self._runner.update_params(params)
+        self._namespaces.forget()
 
     def warmup(self) -> list[str]:
         """Compiles every program that generation can need; afterwards compile_count stays constant.
@@ -351,6 +381,11 @@ class LLM:
     def compile_count(self) -> int:
         """Programs compiled so far."""
         return self._runner.compile_count
+
+    @property
+    def block_counters(self) -> dict[str, int]:
+        """Totals of BlockCounters: prompt tokens looked up and found in the prefix cache, evictions, copies."""
+        return dict(self._runner.counters)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -367,12 +402,21 @@ class LLM:
         self.num_free_blocks = int(output.num_free)
         self.peak_blocks = max(self.peak_blocks, self.cache_config.num_blocks - 1 - int(output.min_free))
 
+    def _look_up(self, running: RunningRequest) -> None:
+        """Starts a request with what the prefix cache has of its prompt."""
+        request, num_cached = running.request, 0
+        if self._runner.has_prefix_cache and not request.params.skip_reading_prefix_cache:
+            row = running.samples[0].row
+            num_cached = self._runner.acquire_prefix(row, request.prompt_token_ids, request.namespace)
+        running.num_computed_tokens = running.num_cached_tokens = num_cached
+
     def _prefill(self, chunk: Sequence[tuple[RunningRequest, int]]) -> StepOutput:
         chunks = []
         for running, count in chunk:
             start = running.num_computed_tokens
             token_ids = running.request.prompt_token_ids[start : start + count]
-            chunks.append((running.row, token_ids, count == running.num_prompt_tokens_left))
+            rows = [sample.row for sample in running.samples]
+            chunks.append((rows, token_ids, count == running.num_prompt_tokens_left))
         output = self._runner.prefill(chunks)
         for running, count in chunk:
             running.num_computed_tokens += count
@@ -380,20 +424,10 @@ class LLM:
 
     def _commit(self, output: StepOutput) -> Iterator[RequestOutput]:
         for running in list(self._running):
-            new = np.asarray(output.token_ids)[running.row, : int(output.num_tokens[running.row])]
-            running.token_ids += new.tolist()
-            finish = FinishReason(int(output.finish[running.row]))
-            if finish != FinishReason.NONE:
+            for sample in running.live_samples:
+                new = np.asarray(output.token_ids)[sample.row, : int(output.num_tokens[sample.row])]
+                sample.token_ids += new.tolist()
+                sample.finish = FinishReason(int(output.finish[sample.row]))
+            if not running.live_samples:
                 self._running.remove(running)
-                yield finished_output(running.request, running.token_ids, finish, self.tokenizer)
-
-
-def _default_num_blocks(sizes: CacheConfig) -> int:
-    """Blocks for max_num_seqs sequences of full length, or as many as the default memory holds."""
-    device = jax.devices()[0]
-    budget = _DEFAULT_CPU_CACHE_BYTES
-    if device.platform != "cpu":
-        stats = device.memory_stats()
-        budget = int(_DEFAULT_DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    wanted = sizes.max_num_seqs * sizes.num_blocks_for(sizes.max_model_len)
-    return 1 + max(1, min(wanted, budget // sizes.bytes_per_block))
+                yield finished_output(running, self.tokenizer)

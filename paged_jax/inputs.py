@@ -1,5 +1,6 @@
 """From what the user gives to a Request: tokenising, limits, seeds. Every check of a prompt is here."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,11 +10,15 @@ from paged_jax.config import CacheConfig
 from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 from paged_jax.scheduler import Request
 
-#: A text, {"prompt": text}, or {"prompt_token_ids": [int, ...]}.
+#: A text, {"prompt": text}, or {"prompt_token_ids": [int, ...]}; the dicts may have a "cache_salt".
 Prompt = str | dict[str, Any]
 
 #: Stop tokens per request, end-of-sequence tokens included: the static width of an array on the device.
 MAX_STOP_TOKEN_IDS = 16
+#: Characters of a cache_salt.
+MAX_CACHE_SALT = 1024
+#: Namespaces that are remembered; the least recently used one is forgotten first, and its cached blocks with it.
+MAX_NAMESPACES = 1 << 16
 
 
 def tokenize(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
@@ -53,6 +58,44 @@ def _encode(text: str, tokenizer: Any) -> Sequence[int]:
     return getattr(encoded, "ids", encoded)
 
 
+def cache_salt_of(prompt: Prompt) -> str | None:
+    """The prompt's cache_salt: only requests with the same one share cached blocks. None: there is none.
+
+    Raises:
+        TypeError: it is no str. ValueError: it is empty, or longer than MAX_CACHE_SALT characters.
+    """
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is None:
+        return None
+    if not isinstance(salt, str):
+        raise TypeError(f"cache_salt must be a str, got {type(salt).__name__}")
+    if not 1 <= len(salt) <= MAX_CACHE_SALT:
+        raise ValueError(f"cache_salt must have 1 ... {MAX_CACHE_SALT} characters, got {len(salt)}; hash a longer one")
+    return salt
+
+
+class Namespaces:
+    """Numbers for requests that must not share cached blocks; no number is ever given twice."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[str | None, int] = OrderedDict()
+        self._next = 0
+
+    def number_of(self, cache_salt: str | None) -> int:
+        """The namespace of requests with this salt and the present weights."""
+        if cache_salt not in self._numbers:
+            self._numbers[cache_salt] = self._next
+            self._next += 1
+            if len(self._numbers) > MAX_NAMESPACES:
+                self._numbers.popitem(last=False)
+        self._numbers.move_to_end(cache_salt)
+        return self._numbers[cache_salt]
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that was cached may be found again."""
+        self._numbers.clear()
+
+
 def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """All tokens that end the request.
 
@@ -84,14 +127,17 @@ def max_new_tokens(params: SamplingParams | BeamSearchParams, num_prompt_tokens:
 
 
 def check_can_ever_fit(request: Request, config: CacheConfig) -> None:
-    """Raises ValueError, with the need and the capacity, if the empty pool could not hold the request."""
-    need, capacity = config.num_blocks_for(request.max_stored_tokens), config.num_blocks - 1
+    """Raises ValueError, with the need and the capacity, if the idle engine could not hold the request."""
+    num_samples, num_rows = request.params.n, config.max_num_seqs
+    if num_samples > num_rows:
+        raise ValueError(f"n={num_samples} samples need as many rows, max_num_seqs={num_rows}; lower n or raise it")
+    need, capacity = request.num_blocks_needed(config, num_samples), config.num_blocks - 1
     if need > capacity:
         raise ValueError(
             f"the request needs {need} blocks of {config.block_size} tokens (a prompt of "
-            f"{len(request.prompt_token_ids)} tokens and max_tokens={request.max_tokens}), but the pool has only "
-            f"{capacity} = {capacity * config.block_size // config.num_groups} tokens; raise num_blocks, or lower "
-            f"max_tokens or the prompt's length"
+            f"{len(request.prompt_token_ids)} tokens, n={num_samples}, max_tokens={request.max_tokens}), but the pool "
+            f"has only {capacity} = {capacity * config.block_size // config.num_groups} tokens; raise num_blocks, or "
+            "lower max_tokens, n or the prompt's length"
         )
 
 
@@ -118,3 +164,11 @@ def check_eos_token_ids(ids: Iterable[int] | int | None) -> tuple[int, ...]:
 def derived_seed(seed: int, number: int) -> int:
     """The seed of request `number` of an engine with `seed`, for requests that bring none: all draw differently."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with `seed`; the first sample draws like the request with n = 1."""
+    if index == 0:
+        return seed
+    # Longer than what derived_seed hashes: a sample and a request never share a seed by construction.
+    return int(np.random.SeedSequence([seed, index, 1]).generate_state(1, np.uint64)[0])

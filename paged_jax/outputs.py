@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paged_jax.decode import FinishReason
 from paged_jax.detokenizer import Detokenizer
-from paged_jax.scheduler import Request
+from paged_jax.scheduler import Request, RunningRequest, Sample
+from paged_jax.state import FinishReason
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
 
@@ -39,8 +39,9 @@ class RequestOutput:
         request_id: as given or numbered by the engine.
         prompt: the text, if the prompt was text.
         prompt_token_ids: the prompt's tokens; empty if it failed before it had any.
-        outputs: the continuations.
+        outputs: the continuations, as many as SamplingParams.n, in the order of their index.
         finished: True when nothing more will come.
+        num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
         error: why this request failed alone, None if it did not.
     """
 
@@ -49,6 +50,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int = 0
     error: Exception | None = None
 
 
@@ -88,11 +90,25 @@ class BeamSearchOutput:
     error: Exception | None = None
 
 
-def finished_output(
-    request: Request, token_ids: list[int], finish: FinishReason, tokenizer: Any | None
-) -> RequestOutput:
-    """The result of a request that ended on the device."""
-    text, error = "", None
+def finished_output(running: RunningRequest, tokenizer: Any | None) -> RequestOutput:
+    """The result of a request whose samples have all ended on the device."""
+    request = running.request
+    completions = [_completion(request, i, sample, tokenizer) for i, sample in enumerate(running.samples)]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=list(request.prompt_token_ids),
+        outputs=[completion for completion, _ in completions],
+        finished=True,
+        num_cached_tokens=running.num_cached_tokens or 0,
+        error=next((error for _, error in completions if error), None),
+    )
+
+
+def _completion(
+    request: Request, index: int, sample: Sample, tokenizer: Any | None
+) -> tuple[CompletionOutput, Exception | None]:
+    text, error, finish, token_ids = "", None, sample.finish, sample.token_ids
     if finish == FinishReason.ERROR:
         error = FloatingPointError(
             f"the model's logits after {len(request.prompt_token_ids) + len(token_ids)} tokens were not finite; look "
@@ -105,20 +121,13 @@ def finished_output(
             error, finish = failure, FinishReason.ERROR
     stopped_by = token_ids[-1] if finish == FinishReason.STOP else None
     completion = CompletionOutput(
-        index=0,
+        index=index,
         text=text,
         token_ids=token_ids,
         finish_reason=_FINISH_REASONS[finish],
         stop_reason=stopped_by if stopped_by in request.params.stop_token_ids else None,
     )
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[completion],
-        finished=True,
-        error=error,
-    )
+    return completion, error
 
 
 def failed_output(request_id: str, prompt: object, error: Exception) -> RequestOutput:

@@ -1,6 +1,7 @@
 """ModelRunner: owns the device state and the compiled programs; turns plans into StepOutputs."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -12,19 +13,11 @@ from paged_jax.beam_search import BeamState, BeamStepOutput, beam_search_many
 from paged_jax.block_pool import Status
 from paged_jax.block_table import append_tokens
 from paged_jax.config import CacheConfig, check_positive
-from paged_jax.decode import (
-    EngineState,
-    Forward,
-    PrefillPlan,
-    StepOutput,
-    decode_many,
-    init_state,
-    prefill_step,
-    release_rows,
-)
+from paged_jax.decode import acquire_prefix, decode_many, prefill_step, release_rows, reset_prefix_cache
 from paged_jax.inputs import MAX_STOP_TOKEN_IDS
 from paged_jax.sampling import seed_words
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduler import Request
+from paged_jax.state import EngineState, Forward, PrefillPlan, StepOutput, init_state
 
 #: XLA:CPU multiplies a handful of rows faster with oneDNN than with its default library: decode steps of 4 to 16 rows
 #: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md). XLA cannot store
@@ -55,9 +48,13 @@ class ModelRunner:
     """Runs steps of one model.
 
     Every program is compiled ahead of its first run for a shape from a short list, so that no step retraces:
-    prefill chunks of 16, 32, ... max_num_batched_tokens tokens, decode steps of 1, 2, 4, ... max_num_seqs rows.
+    prefill chunks of 16, 32, ... max_num_batched_tokens tokens, decode steps of 1, 2, 4, ... max_num_seqs rows, and the
+    look-up of a prompt in the prefix cache.
 
     Args: as of LLM.
+
+    Attributes:
+        counters: totals of BlockCounters as Python integers.
     """
 
     def __init__(
@@ -69,18 +66,27 @@ class ModelRunner:
         vocab_size: int | None,
         max_num_batched_tokens: int,
         decode_steps: int,
+        enable_prefix_caching: bool,
         implementation: str | None,
     ) -> None:
         self.params = params
         self.token_buckets = bucket_sizes(max_num_batched_tokens, min(16, max_num_batched_tokens))
         self.row_buckets = bucket_sizes(cache_config.max_num_seqs)
         self._forward = forward
-        self._cache_config = cache_config
         self._decode_steps = decode_steps
-        self._state = init_state(cache_config, max_stop_token_ids=MAX_STOP_TOKEN_IDS)
+        self._init_state = partial(
+            init_state,
+            cache_config,
+            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self._state = self._init_state()
+        self.counters = dict.fromkeys(vars(self._state.counters), 0)
+        self._last_counters = self.counters
         # The host's copy of the row parameters: written when a request gets its row, copied into each plan.
         self._rows = jax.tree.map(lambda x: np.array(x), self._state.rows)
         self._programs: dict[tuple[str | int, ...], Any] = {}
+        self._compile = _compile
         self.vocab_size = check_contract(forward, params, self._state, implementation)
         if vocab_size is not None:
             check_positive("LLM", vocab_size=vocab_size)
@@ -95,46 +101,74 @@ class ModelRunner:
         return int(self._state.pool.num_free)
 
     @property
+    def has_prefix_cache(self) -> bool:
+        """Whether prefix caching is on."""
+        return self._state.prefix_cache is not None
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        return self._state.table.block_ids.shape[-1] * self._state.table.block_size
+
+    @property
     def compile_count(self) -> int:
         """Programs compiled so far."""
         return len(self._programs)
 
-    def set_row(
-        self, row: int, params: SamplingParams, *, seed: int, max_tokens: int, stop_token_ids: Sequence[int]
-    ) -> None:
+    def set_row(self, row: int, request: Request, seed: int) -> None:
         """Gives `row` the parameters of its new request; they travel with the first chunk of the prompt."""
-        sampling = self._rows.sampling
+        sampling, params = self._rows.sampling, request.params
         stop = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
-        stop[: len(stop_token_ids)] = stop_token_ids
+        stop[: len(request.stop_token_ids)] = request.stop_token_ids
         for array, value in (
             (sampling.temperature, params.temperature),
             (sampling.top_k, params.top_k),
             (sampling.top_p, params.top_p),
             (sampling.min_p, params.min_p),
             (sampling.seed, seed_words(seed)),
-            (self._rows.num_remaining, max_tokens),
+            (self._rows.num_remaining, request.max_tokens),
             (self._rows.stop_token_ids, stop),
         ):
             cast(np.ndarray, array)[row] = value
+        self.set_namespace(row, request.namespace)
 
-    def prefill(self, chunks: Sequence[tuple[int, Sequence[int], bool]]) -> StepOutput:
+    def set_namespace(self, row: int, namespace: int) -> None:
+        """Decides under which namespace the blocks that `row` fills are cached; travels like the parameters."""
+        cast(np.ndarray, self._rows.namespace)[row] = namespace
+
+    def acquire_prefix(self, row: int, token_ids: Sequence[int], namespace: int) -> int:
+        """Gives the empty `row` the cached blocks of its prompt and returns the number of tokens in them."""
+        padded = np.zeros(self._max_prompt_tokens, np.int32)
+        padded[: len(token_ids)] = token_ids
+        program = self._program("acquire", len(padded))
+        arguments = (np.int32(row), padded, np.int32(len(token_ids)), np.int32(namespace))
+        self._state, num_cached, status = program(self._state, *arguments)
+        _check("acquire_prefix", status)
+        return int(num_cached)
+
+    def prefill(self, chunks: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> StepOutput:
         """Stores prompt tokens.
 
         Args:
-            chunks: (row, its next tokens, whether the prompt ends with them), together at most
-                max_num_batched_tokens tokens.
+            chunks: (rows, next tokens of the first of them, whether the prompt ends with them: then the other rows
+                fork it), together at most max_num_batched_tokens tokens.
         """
+        parents = np.arange(len(self._state.is_active), dtype=np.int32)
         counts = np.zeros(self._state.is_active.shape, np.int32)
         is_last = np.zeros(self._state.is_active.shape, bool)
         tokens: list[int] = []
-        for row, token_ids, ends in sorted(chunks, key=lambda c: c[0]):
+        for (row, *others), token_ids, ends in sorted(chunks, key=lambda c: c[0][0]):
             tokens += token_ids
             counts[row], is_last[row] = len(token_ids), ends
+            parents[others if ends else []] = row
         padded = np.zeros(bucket_for(len(tokens), self.token_buckets), np.int32)
         padded[: len(tokens)] = tokens
         # Fresh arrays: the device may read host memory after this returns, so nothing here is written again.
         plan = cast(Any, PrefillPlan)(
-            token_ids=padded, num_new_tokens=counts, is_last=is_last, rows=jax.tree.map(np.copy, self._rows)
+            token_ids=padded,
+            num_new_tokens=counts,
+            is_last=is_last,
+            rows=jax.tree.map(np.copy, self._rows),
+            parents=parents,
         )
         return self._run(self._program("prefill", len(padded)), plan)
 
@@ -153,19 +187,42 @@ class ModelRunner:
         beams, output = jax.device_get(result)
         return beams, output
 
+    def release(self, rows: Sequence[int]) -> None:
+        """Empties those of the rows that hold tokens."""
+        chosen = np.zeros(self._state.is_active.shape, bool)
+        chosen[list(rows)] = True
+        held = chosen & (np.asarray(self._state.table.seq_lens) > 0)
+        if held.any():
+            self._state, status = release_rows(self._state, held)
+            _check("release_rows", status)
+
     def reset(self) -> None:
         """Empties every row that the device holds, whatever was interrupted before the host heard of it."""
         if any(x.is_deleted() for x in jax.tree.leaves(self._state)):
             # A step took the donated state and its result never arrived.
-            self._state = init_state(self._cache_config, max_stop_token_ids=MAX_STOP_TOKEN_IDS)
-            return
-        held = np.asarray(self._state.table.seq_lens) > 0
-        if held.any():
-            self._state, status = release_rows(self._state, held)
-            if status != Status.OK:
-                raise RuntimeError(
-                    f"rows that hold tokens could not be released: {Status(int(status))!r}; this is a bug"
-                )
+            self._state, self._last_counters = self._init_state(), dict.fromkeys(self.counters, 0)
+        else:
+            self.release(range(len(self._state.is_active)))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets everything that is cached, unless blocks are in use."""
+        self._state, status = reset_prefix_cache(self._state)
+        return bool(status == Status.OK)
+
+    def update_params(self, params: Any) -> None:
+        """Takes other weights for the same programs.
+
+        Raises:
+            ValueError: their structure, shapes or dtypes differ.
+        """
+        (old, old_tree), (new, new_tree) = (jax.tree_util.tree_flatten_with_path(p) for p in (self.params, params))
+        if old_tree != new_tree:
+            raise ValueError("params must have the structure of the present ones: the same keys and containers")
+        for (path, a), (_, b) in zip(old, new, strict=True):
+            if jax.typeof(a) != jax.typeof(b):
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"params{name} must be {jax.typeof(a)} like the present one, got {jax.typeof(b)}")
+        self.params = params
 
     def warmup(self) -> list[str]:
         """Compiles every program that steps can need and returns a line for each."""
@@ -173,30 +230,50 @@ class ModelRunner:
             self._program("prefill", size)
         for size in self.row_buckets:
             self._program("decode", size)
-        return [f"prefill_step: {size} tokens" for size in self.token_buckets] + [
-            f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets
-        ]
+        lines = []
+        if self.has_prefix_cache:
+            self._program("acquire", self._max_prompt_tokens)
+            lines.append(f"acquire_prefix: prompts of up to {self._max_prompt_tokens} tokens")
+        return (
+            lines
+            + [f"prefill_step: {size} tokens" for size in self.token_buckets]
+            + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
+        )
 
     def _run(self, program: Any, *plan: PrefillPlan) -> StepOutput:
         self._state, output = program(self.params, self._state, *plan)
-        return jax.device_get(output)
+        output = jax.device_get(output)
+        counters = {name: int(count) for name, count in vars(output.counters).items()}
+        for name, count in counters.items():
+            self.counters[name] += (count - self._last_counters[name]) % 2**32
+        self._last_counters = counters
+        return output
 
     def _program(self, kind: str, size: int) -> Any:
         if (kind, size) not in self._programs:
-            self._programs[kind, size] = _compile(self._lower(kind, size), kind, size)
+            self._programs[kind, size] = self._compile(self._lower(kind, size), kind, size)
         return self._programs[kind, size]
 
     def _lower(self, kind: str, size: int) -> Any:
+        if kind == "acquire":
+            one = np.int32(0)
+            return acquire_prefix.lower(self._state, one, np.zeros(size, np.int32), one, one)
         if kind == "prefill":
             plan = PrefillPlan(
                 token_ids=jnp.zeros(size, jnp.int32),
                 num_new_tokens=jnp.zeros(self._state.is_active.shape, jnp.int32),
                 is_last=jnp.zeros(self._state.is_active.shape, bool),
                 rows=self._state.rows,
+                parents=jnp.zeros(self._state.is_active.shape, jnp.int32),
             )
             return prefill_step.lower(self._forward, self.params, self._state, plan, **self._static)
         static = self._static | {"num_steps": self._decode_steps, "num_rows": size}
         return decode_many.lower(self._forward, self.params, self._state, **static)
+
+
+def _check(operation: str, status: Any) -> None:
+    if status != Status.OK:
+        raise RuntimeError(f"{operation}() was refused: {Status(int(status))!r}; this is a bug")
 
 
 def _has_compilation_cache() -> bool:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM
+from paged_jax.sampling_params import GREEDY_TEMPERATURE
+
 _SLACK = 1e-6
 _BLOCK = 128  # tokens per block of the two-level draw; divides most vocabularies
 _UNITS = 2.0**31  # a row's weights are rounded to integers whose sum is about this

@@ -9,6 +9,8 @@ MAX_INT32 = 2**31 - 1
 MAX_TEMPERATURE = 1e6  # all tokens are equally likely long before; keeps the quotient inside float32
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LENGTH_PENALTY = 4.0  # the length to this power stays inside float32, whatever the length
+MAX_SAMPLES = 16384
+GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,8 @@ class SamplingParams:
     top_p are all kept.
 
     Attributes:
+        n: samples drawn for the prompt, which is computed once; sample i draws as if it were a request of its own with
+            `sample_seed(seed, i)`. More than 1 only if not greedy: greedy samples would be equal.
         temperature: divides the logits, 0 to 1e6; below 1e-5 the most likely token is taken (greedy).
         top_p: keep the smallest set of tokens with at least this probability, in (0, 1]; 1 = off.
         top_k: keep the k most likely tokens; 0 or -1 = off (stored as 0).
@@ -29,11 +33,13 @@ class SamplingParams:
         max_tokens: number of tokens to generate, at least 1; None = until the context is full.
         detokenize: return text as well as token ids.
         skip_special_tokens: leave special tokens out of the text.
+        skip_reading_prefix_cache: compute the whole prompt even where it is cached; what it computes is cached.
 
     Raises:
         ValueError: a value of the wrong type or out of its range.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -44,10 +50,12 @@ class SamplingParams:
     max_tokens: int | None = 16
     detokenize: bool = True
     skip_special_tokens: bool = True
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self):
         """Validates and stores plain Python values, so that equal parameters have equal hashes."""
         values = {
+            "n": _int_in("n", self.n, 1, MAX_SAMPLES, "send several requests for more"),
             "temperature": _float_in("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "0 is greedy"),
             "top_p": _float_in("top_p", self.top_p, 0.0, 1.0, "1 turns it off", allow_low=False),
             "top_k": max(0, _int_in("top_k", self.top_k, -1, MAX_INT32, "0 or -1 turns it off")),
@@ -58,7 +66,10 @@ class SamplingParams:
             "max_tokens": _int_or_none("max_tokens", self.max_tokens, 1, MAX_INT32, "None fills the context"),
             "detokenize": _bool("detokenize", self.detokenize),
             "skip_special_tokens": _bool("skip_special_tokens", self.skip_special_tokens),
+            "skip_reading_prefix_cache": _bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache),
         }
+        if values["n"] > 1 and values["temperature"] < GREEDY_TEMPERATURE:
+            raise ValueError(f"n must be 1 when temperature is 0 (greedy), got {self.n}; all samples would be equal.")
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -1,6 +1,7 @@
 """The stateful property test of the block manager: every rule runs on the arrays and on the plain model.
 
-Subclasses choose the implementation under test (`manager`) and the number of cache groups.
+Subclasses choose the implementation under test (`manager`), the number of cache groups, and whether there is a prefix
+cache.
 """
 
 import copy
@@ -10,33 +11,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from block_manager_model import PlainBlockManager, Refused
+from doubles import QUICK
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import paged_jax.block_pool
 import paged_jax.block_table
+import paged_jax.prefix_cache
 from paged_jax import CacheConfig
+from paged_jax.invariants import check_invariants
 
 BLOCK_SIZE, NUM_ROWS, WIDTH, MAX_NEW = 3, 5, 4, 7
+CAPACITY = WIDTH * BLOCK_SIZE
 
 
-def jitted(block_pool, block_table) -> SimpleNamespace:
+def jitted(block_pool, block_table, prefix_cache) -> SimpleNamespace:
     """The functions under test, compiled once per implementation."""
+    jit = lambda f, **options: jax.jit(f, compiler_options=QUICK, **options)  # noqa: E731
+
+    def admit(cache, pool, table, row, tokens, num_tokens, namespace):
+        hits = prefix_cache.match_prefix(cache, pool, tokens, num_tokens, namespace)
+        return *block_table.acquire(pool, table, row, hits[None]), hits
+
+    def store(cache, pool, table, appended, tokens, old_lens, namespaces, publishes):
+        """What a step does after it appended: copies, writes, and publication before anything else happens."""
+        cache = prefix_cache.copy_tokens(cache, appended.copy_src[0], appended.copy_dst[0])
+        cache = prefix_cache.write_tokens(cache, tokens.reshape(-1), appended.slot_mapping[0].reshape(-1))
+        published = prefix_cache.publish(cache, pool, table, old_lens, namespaces, max_new_tokens=tokens.size)
+        return jax.lax.cond(publishes, lambda: published, lambda: (cache, pool))
+
     return SimpleNamespace(
         Status=block_pool.Status,
         init=block_table.init,
-        check_invariants=block_table.check_invariants,
-        append=jax.jit(block_table.append_tokens, static_argnames="max_new_tokens"),
-        fork=jax.jit(block_table.fork),
-        reparent=jax.jit(block_table.reparent),
-        truncate=jax.jit(block_table.truncate),
-        release=jax.jit(block_table.release),
-        slots_of=jax.jit(block_table.slots_of),
-        needed=jax.jit(block_table.num_blocks_needed),
+        init_cache=prefix_cache.init_prefix_cache,
+        append=jit(block_table.append_tokens, static_argnames="max_new_tokens"),
+        fork=jit(block_table.fork),
+        reparent=jit(block_table.reparent),
+        truncate=jit(block_table.truncate),
+        release=jit(block_table.release),
+        needed=jit(block_table.num_blocks_needed),
+        admit=jit(admit),
+        store=jit(store),
+        reset=jit(prefix_cache.reset),
     )
 
 
-REAL = jitted(paged_jax.block_pool, paged_jax.block_table)
+REAL = jitted(paged_jax.block_pool, paged_jax.block_table, paged_jax.prefix_cache)
 
 
 def as_bytes(tree) -> list[bytes]:
@@ -47,6 +67,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     manager = REAL
     num_groups = 1
     num_blocks = 15
+    has_cache = False
 
     @initialize()
     def start(self):
@@ -61,8 +82,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
             layer_groups=tuple((g,) for g in range(self.num_groups)),
         )
         self.pool, self.table = self.manager.init(config)
+        self.cache = self.manager.init_cache(config) if self.has_cache else None
         self.plain = PlainBlockManager(self.num_blocks, BLOCK_SIZE, NUM_ROWS, WIDTH, self.num_groups)
-        self.content = np.full(self.num_blocks * BLOCK_SIZE, -1)  # slot -> token
+        # What K and V of a slot would depend on: the namespace and all tokens up to this one.
+        self.content = np.full(self.num_blocks * BLOCK_SIZE, None, object)
         self.next_token = 0
 
     # -- rules -------------------------------------------------------------------------------------------------------
@@ -119,9 +142,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(rows=st.lists(st.booleans(), min_size=NUM_ROWS, max_size=NUM_ROWS), only_live=st.booleans())
     def release(self, rows, only_live):
         chosen = [r and (bool(t) or not only_live) for r, t in zip(rows, self.plain.tokens, strict=True)]
-        self._run(
-            lambda p: p.release(chosen), lambda: self.manager.release(self.pool, self.table, jnp.array(chosen, bool))
-        )
+        self._release(chosen)
 
     # -- one operation on both sides ---------------------------------------------------------------------------------
 
@@ -141,10 +162,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
             lambda p: p.truncate(lens), lambda: self.manager.truncate(self.pool, self.table, jnp.array(lens, jnp.int32))
         )
 
-    def _append(self, counts, reserve):
+    def _release(self, chosen):
+        self._run(
+            lambda p: p.release(chosen), lambda: self.manager.release(self.pool, self.table, jnp.array(chosen, bool))
+        )
+
+    def _append(self, counts, reserve, new=None):
         counted = jnp.array(counts, jnp.int32)
         needed = int(np.sum(self.manager.needed(self.pool, self.table, counted)))
-        new = [[self.next_token + 100 * row + i for i in range(max(c, 0))] for row, c in enumerate(counts)]
+        new = new or [[self.next_token + 100 * row + i for i in range(max(c, 0))] for row, c in enumerate(counts)]
         self.next_token += 1000
 
         def plain(p: PlainBlockManager) -> None:
@@ -152,8 +178,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 raise Refused("BAD_LENGTH")
             p.append(new, MAX_NEW, reserve)
 
-        free_before = len(self.plain.free)
-        self._run(
+        free_before = self.plain.num_free
+        appended = self._run(
             plain,
             lambda: self.manager.append(
                 self.pool, self.table, counted, max_new_tokens=MAX_NEW, reserve=jnp.int32(reserve)
@@ -161,7 +187,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             written=new,
         )
         if self.status == "OK":
-            assert free_before - len(self.plain.free) == needed  # what num_blocks_needed predicts is what is taken
+            assert free_before - self.plain.num_free == needed  # what num_blocks_needed predicts is what is taken
+        return appended
 
     def _run(self, plain_operation, array_operation, written=None):
         after, expected = copy.deepcopy(self.plain), "OK"
@@ -180,6 +207,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if written is not None:
             self._write(result, written if expected == "OK" else [[] for _ in written])
         self._check()
+        return result
 
     def _write(self, appended, new):
         """Does what append_tokens says must be done: first all copies at once, then the writes."""
@@ -192,23 +220,35 @@ class BlockManagerMachine(RuleBasedStateMachine):
         blocks[[t for _, t in pairs]] = blocks[[s for s, _ in pairs]]
         slots = np.asarray(appended.slot_mapping)
         refs = np.asarray(self.pool.ref_count)
+        uids = np.asarray(self.pool.content_uid)
         seen = set()
         for row, tokens in enumerate(new):
             assert not slots[:, row, len(tokens) :].any()  # padding goes to the null block
+            contents = self._contents(row)[len(self.plain.tokens[row]) - len(tokens) :]
             for group in range(self.num_groups):
-                for token, slot in zip(tokens, slots[group, row], strict=False):
-                    assert refs[slot // BLOCK_SIZE] == 1  # invariant 6: written blocks have one owner
+                for content, slot in zip(contents, slots[group, row], strict=False):
+                    # Invariant 6: written blocks have one owner and no identity.
+                    assert refs[slot // BLOCK_SIZE] == 1
+                    assert uids[slot // BLOCK_SIZE] == 0
                     assert slot not in seen
                     seen.add(slot)
-                    self.content[slot] = token
+                    self.content[slot] = content
+
+    def _contents(self, row):
+        """What K and V of the row's slots must depend on."""
+        tokens = self.plain.tokens[row]
+        return [(self.plain.namespaces[row], *tokens[: i + 1]) for i in range(len(tokens))]
 
     def _check(self):
-        self.manager.check_invariants(self.pool, self.table)
-        pool, plain = self.pool, self.plain
-        queue = np.asarray(pool.free_queue)[(int(pool.head) + np.arange(int(pool.count))) % self.num_blocks]
-        assert queue.tolist() == plain.free  # order included: invariant 7
-        assert np.asarray(pool.ref_count).tolist() == [plain.refs[b] for b in range(self.num_blocks)]
-        ids, lens = np.asarray(self.table.block_ids), np.asarray(self.table.seq_lens)
+        pool, table, cache = jax.device_get((self.pool, self.table, self.cache))
+        check_invariants(pool, table, cache)
+        plain = self.plain
+        for queue, expected in enumerate((plain.free, plain.cached)):  # order included: invariant 7
+            entries = (pool.head[queue] + np.arange(pool.count[queue])) % self.num_blocks
+            assert pool.free_queue[queue, entries].tolist() == expected
+        assert pool.ref_count.tolist() == [plain.refs[b] for b in range(self.num_blocks)]
+        assert pool.content_uid.tolist() == [plain.uids.get(b, 0) for b in range(self.num_blocks)]
+        ids, lens = table.block_ids, table.seq_lens
         for row, tokens in enumerate(plain.tokens):
             assert lens[row] == len(tokens)
             for group in range(self.num_groups):
@@ -216,9 +256,136 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert ids[group, row].tolist() == mine + [0] * (WIDTH - len(mine))
                 position = np.arange(len(tokens))
                 slots = ids[group, row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                assert self.content[slots].tolist() == tokens  # every row reads back what it stored
+                # Every row reads back what it stored, or what was stored for it: invariant 8.
+                assert self.content[slots].tolist() == self._contents(row)
 
 
 class TwoGroupsMachine(BlockManagerMachine):
     num_groups = 2
     num_blocks = 25
+
+
+class CachingMachine(BlockManagerMachine):
+    """With a prefix cache, and texts of few tokens that meet again and again."""
+
+    has_cache = True
+    #: Whether the digest tells all contents apart, so that the model can say what is found.
+    is_exact = True
+
+    @initialize()
+    def start_texts(self):
+        self.texts = [[i % 2 for i in range(CAPACITY)], [0] * CAPACITY]
+
+    @rule(
+        data=st.data(),
+        rows=st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=2, unique=True),
+        length=st.integers(1, CAPACITY),
+        namespace=st.sampled_from([0, 0, 0, 1]),
+        publishes=st.sampled_from([True] * 7 + [False]),
+    )
+    def admit(self, data, rows, length, namespace, publishes):
+        """Rows look their prompts up, and then store what was not found, all in one step."""
+        new = [[] for _ in range(NUM_ROWS)]
+        for row in rows:
+            prompt = data.draw(st.sampled_from(self.texts))[:length]
+            if self.plain.tokens[row]:
+                continue
+            self.plain.namespaces[row] = namespace
+            self._admit(row, prompt, namespace)
+            new[row] = prompt[len(self.plain.tokens[row]) :][:MAX_NEW]
+        self._step(new, publishes)
+
+    @rule(
+        counts=st.lists(st.sampled_from([0, 1, 1, 2, 3, 4]), min_size=NUM_ROWS, max_size=NUM_ROWS),
+        token=st.integers(0, 1),
+        publishes=st.sampled_from([True] * 7 + [False]),
+    )
+    def continue_rows(self, counts, token, publishes):
+        self._step([[token] * (c if t else 0) for c, t in zip(counts, self.plain.tokens, strict=True)], publishes)
+
+    @precondition(lambda self: any(self.plain.tokens))
+    @rule(data=st.data(), cut=st.integers(1, 4), token=st.integers(0, 1))
+    def truncate_and_rewrite(self, data, cut, token):
+        row = data.draw(st.sampled_from([r for r in range(NUM_ROWS) if self.plain.tokens[r]]))
+        lens = [len(t) for t in self.plain.tokens]
+        cut = min(cut, lens[row] - 1)
+        lens[row] -= cut
+        self._truncate(lens)
+        self._step([[token] * (cut + 1 if r == row and cut else 0) for r in range(NUM_ROWS)], True)
+
+    @rule(only_if_idle=st.booleans())
+    def reset(self, only_if_idle):
+        if only_if_idle and any(self.plain.tokens):
+            self._release([bool(t) for t in self.plain.tokens])
+
+        def array_reset():
+            self.cache, pool, status = self.manager.reset(self.cache, self.pool)
+            return pool, self.table, status
+
+        before = as_bytes(self.cache)
+        self._run(lambda p: p.reset(), array_reset)
+        assert self.status == "OK" or as_bytes(self.cache) == before
+
+    def _admit(self, row, prompt, namespace):
+        tokens = jnp.array(prompt + [1] * (CAPACITY - len(prompt)), jnp.int32)
+        arguments = (jnp.int32(row), tokens, jnp.int32(len(prompt)), jnp.int32(namespace))
+        *state, hits = self.manager.admit(self.cache, self.pool, self.table, *arguments)
+        hits = [int(b) for b in hits if b]
+        predicted = self.plain.match(namespace, prompt)
+        assert hits == predicted if self.is_exact else len(hits) <= len(predicted)
+        # Whether the blocks hold this prompt in this namespace is seen when the row is read back.
+        self._run(lambda p: p.acquire(row, prompt, hits), lambda: state)
+
+    def _append(self, counts, reserve, new=None):
+        """Also for the rules of the machine without a cache, whose tokens are new ones all the time."""
+        old_lens = [len(t) for t in self.plain.tokens]
+        appended = super()._append(counts, reserve, new)
+        if self.status == "OK":
+            self._store(appended, old_lens, True)
+
+    def _step(self, new, publishes):
+        old_lens = [len(t) for t in self.plain.tokens]
+        appended = super()._append([len(n) for n in new], 0, new)
+        if self.status == "OK":
+            self._store(appended, old_lens, publishes)
+
+    def _store(self, appended, old_lens, publishes):
+        tokens = np.zeros((NUM_ROWS, MAX_NEW), np.int32)
+        for row, (mine, old) in enumerate(zip(self.plain.tokens, old_lens, strict=True)):
+            tokens[row, : len(mine) - old] = mine[old:]
+        self.cache, self.pool = self.manager.store(
+            self.cache,
+            self.pool,
+            self.table,
+            appended,
+            jnp.asarray(tokens),
+            jnp.array(old_lens, jnp.int32),
+            jnp.array(self.plain.namespaces, jnp.int32),
+            publishes,
+        )
+        if publishes:
+            before = dict(self.plain.uids)
+            self.plain.publish(old_lens)
+            if not self.is_exact:
+                self._believe_what_was_published(before)
+        self._remember()
+        self._check()
+        known = np.asarray(self.cache.token_ids)
+        for ids, mine in zip(self.plain.blocks[0], self.plain.tokens, strict=True):
+            assert known[ids].ravel()[: len(mine)].tolist() == mine
+
+    def _believe_what_was_published(self, before):
+        """A collision may keep a block unknown or part equal contents, never more; uids are not predicted."""
+        found = {b: int(u) for b, u in enumerate(np.asarray(self.pool.content_uid)) if u}
+        assert set(before.items()) <= set(found.items())
+        assert set(found) <= set(self.plain.uids)
+        self.plain.uids, self.plain.next_uid = found, int(self.cache.next_uid)
+        for block in set(found) - set(before):
+            chain, _ = self.plain.records[block]
+            self.plain.records[block] = (chain, int(self.cache.records[block, paged_jax.prefix_cache.PARENT]))
+
+    def _remember(self):
+        for tokens in self.plain.tokens:
+            text = tokens + [1] * (CAPACITY - len(tokens))
+            if tokens and max(tokens) <= 1 and text not in self.texts:
+                self.texts = [*self.texts[-7:], text]

@@ -16,11 +16,18 @@ class PlainBlockManager:
     num_rows: int
     max_blocks_per_seq: int
     num_groups: int = 1
-    free: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)  # uncached, first to be reused
+    cached: list[int] = field(default_factory=list)  # free and cached, reused when no other is left
     refs: dict[int, int] = field(default_factory=dict)
     blocks: list[list[list[int]]] = field(default_factory=list)  # [group][row] -> ids
     tokens: list[list[int]] = field(default_factory=list)  # [row] -> the tokens it must read back
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) of the last append
+    namespaces: list[int] = field(default_factory=list)  # [row]
+    uids: dict[int, int] = field(default_factory=dict)  # block -> identity of its content
+    records: dict[int, tuple] = field(
+        default_factory=dict
+    )  # block -> (namespace and tokens up to its end, parent's uid)
+    next_uid: int = 1
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -28,6 +35,11 @@ class PlainBlockManager:
             self.refs = dict.fromkeys(range(self.num_blocks), 0)
             self.blocks = [[[] for _ in range(self.num_rows)] for _ in range(self.num_groups)]
             self.tokens = [[] for _ in range(self.num_rows)]
+            self.namespaces = [0] * self.num_rows
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free) + len(self.cached)
 
     def append(self, new: list[list[int]], max_new: int, reserve: int = 0) -> None:
         if any(len(n) > max_new for n in new):
@@ -36,14 +48,14 @@ class PlainBlockManager:
             len(t) + len(n) > self.max_blocks_per_seq * self.block_size for t, n in zip(self.tokens, new, strict=True)
         ):
             raise Refused("TABLE_FULL")
-        free_before = len(self.free)
+        free_before = self.num_free
         self.copies = []
         for row, tokens in enumerate(new):
             for group in range(self.num_groups):
                 self._append_row(self.blocks[group][row], len(self.tokens[row]), len(tokens))
             self.tokens[row] = self.tokens[row] + tokens
-        taken = free_before - len(self.free)
-        if taken and len(self.free) < reserve:
+        taken = free_before - self.num_free
+        if taken and self.num_free < reserve:
             raise Refused("OUT_OF_BLOCKS")
 
     def _append_row(self, ids: list[int], length: int, count: int) -> None:
@@ -52,13 +64,16 @@ class PlainBlockManager:
             self.refs[source] -= 1
             ids.append(self._take())
             self.copies.append((source, ids[-1]))
+        elif count and length % self.block_size:
+            self.uids.pop(ids[-1], None)  # it is going to hold something else
         while len(ids) * self.block_size < length + count:
             ids.append(self._take())
 
     def _take(self) -> int:
-        if not self.free:
+        if not self.num_free:
             raise Refused("OUT_OF_BLOCKS")
-        block = self.free.pop(0)
+        block = (self.free or self.cached).pop(0)
+        self.uids.pop(block, None)
         self.refs[block] = 1
         return block
 
@@ -70,6 +85,7 @@ class PlainBlockManager:
             raise Refused("ROW_EMPTY")
         for row in children:
             self.tokens[row] = list(self.tokens[parents[row]])
+            self.namespaces[row] = self.namespaces[parents[row]]
             for group in self.blocks:
                 group[row] = list(group[parents[row]])
                 for block in group[row]:
@@ -83,6 +99,7 @@ class PlainBlockManager:
         old = [list(group) for group in self.blocks]
         held = [*self.tokens, []]
         self.tokens = [list(held[parent]) for parent in parents]
+        self.namespaces = [[*self.namespaces, 0][parent] for parent in parents]
         for group, rows in zip(self.blocks, old, strict=True):
             group[:] = [[*[*rows, []][parent]] for parent in parents]
             for ids in group:
@@ -96,7 +113,7 @@ class PlainBlockManager:
     def _drop(self, block: int) -> None:
         self.refs[block] -= 1
         if self.refs[block] == 0:
-            self.free.append(block)
+            (self.cached if block in self.uids else self.free).append(block)
 
     def truncate(self, lens: list[int]) -> None:
         if any(not 0 <= n <= len(t) for n, t in zip(lens, self.tokens, strict=True)):
@@ -111,3 +128,52 @@ class PlainBlockManager:
         if any(chosen and not t for chosen, t in zip(rows, self.tokens, strict=True)):
             raise Refused("ROW_EMPTY")
         self.truncate([0 if chosen else len(t) for chosen, t in zip(rows, self.tokens, strict=True)])
+
+    # -- the prefix cache, for one group ------------------------------------------------------------------------------
+
+    def publish(self, old_lens: list[int]) -> None:
+        for row, old in enumerate(old_lens):
+            tokens, ids = self.tokens[row], self.blocks[0][row]
+            for i in range(old // self.block_size, len(tokens) // self.block_size):
+                parent = self.uids.get(ids[i - 1], 0) if i else self._root(self.namespaces[row])
+                if parent:
+                    chain = (self.namespaces[row], *tokens[: (i + 1) * self.block_size])
+                    uid, of_uid = self._newest(chain)
+                    if not uid or self.records[of_uid][1] != parent:
+                        uid, self.next_uid = self.next_uid, self.next_uid + 1
+                    self.uids[ids[i]], self.records[ids[i]] = uid, (chain, parent)
+
+    def match(self, namespace: int, tokens: list[int]) -> list[int]:
+        hits, before = [], self._root(namespace)
+        for i in range((len(tokens) - 1) // self.block_size):
+            uid, block = self._newest((namespace, *tokens[: (i + 1) * self.block_size]))
+            if not uid or self.records[block][1] != before:
+                break
+            hits.append(block)
+            before = uid
+        return hits
+
+    def acquire(self, row: int, tokens: list[int], hits: list[int]) -> None:
+        if hits and self.tokens[row]:
+            raise Refused("ROW_IN_USE")
+        if any(not self.refs[b] and b not in self.uids for b in hits):
+            raise Refused("NOT_OWNED")
+        for block in hits:
+            self.refs[block] += 1
+            if block in self.cached:
+                self.cached.remove(block)
+        if hits:
+            self.blocks[0][row], self.tokens[row] = list(hits), tokens[: len(hits) * self.block_size]
+
+    def reset(self) -> None:
+        if self.num_free < self.num_blocks - 1:
+            raise Refused("BLOCKS_IN_USE")
+        self.free, self.cached, self.uids, self.next_uid = self.free + self.cached, [], {}, 1
+
+    def _newest(self, chain: tuple) -> tuple[int, int]:
+        """(uid, block) of the newest content that is this chain; the highest block if several have it."""
+        return max(((u, b) for b, u in self.uids.items() if self.records[b][0] == chain), default=(0, 0))
+
+    @staticmethod
+    def _root(namespace: int) -> int:
+        return -1 - namespace

@@ -16,7 +16,7 @@ from flax import nnx
 
 from models.llama import LlamaConfig, LlamaForward, init_params
 from paged_jax import LLM, CacheConfig, Status
-from paged_jax.block_table import check_invariants
+from paged_jax.invariants import check_invariants
 from paged_jax.kv_cache import write_kv
 
 VOCAB = 97
@@ -156,9 +156,9 @@ def oracle_forward(params, batch, cache):
 
 
 def poison(state, value=np.nan):
-    """The state with `value` in every slot of K and V that holds no live token, the null block included."""
+    """The state with `value` in every slot of K and V that holds no live or cached token, the null block included."""
     table = state.table
-    live = np.zeros((state.pool.num_blocks, table.block_size), bool)
+    live = np.tile(np.asarray(state.pool.content_uid)[:, None] > 0, (1, table.block_size))
     for group in np.asarray(table.block_ids):
         for ids, length in zip(group, np.asarray(table.seq_lens), strict=True):
             position = np.arange(length)
@@ -190,7 +190,11 @@ def with_garbage_tables(forward):
 
 def audit(state) -> None:
     """Raises unless the block manager is consistent."""
-    check_invariants(state.pool, state.table)
+    check_invariants(state.pool, state.table, state.prefix_cache)
+
+
+#: Programs of tiny models run a few hundred times: compiling them is nearly all that a test costs.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class AuditedLLM(LLM):
@@ -203,6 +207,10 @@ class AuditedLLM(LLM):
 
     poison_value: float | None = None
     watch = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._runner._compile = lambda lowered, *_: lowered.compile(compiler_options=QUICK)
 
     def step(self):
         self.num_steps = getattr(self, "num_steps", 0) + 1

@@ -148,9 +148,10 @@ def frequent_token(sequences):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 6, 8])
-def test_sequences_and_scores_of_random_models_equal_a_plain_search(llm, width, monkeypatch):
+def test_sequences_and_scores_of_random_models_equal_a_plain_search(llm, width, monkeypatch, request):
     params = jax.tree.map(lambda x: 6.0 * x if x.ndim == 2 else x, init_params(TINY_CONFIG, nnx.Rngs(width)))
-    monkeypatch.setattr(llm._runner, "params", params)
+    request.addfinalizer(functools.partial(llm.update_params, llm._runner.params))
+    llm.update_params(params)
     next_logits = functools.partial(last_logits, params)
     prompts = [prompt(3 + 4 * i, i + 1) for i in range(ROWS // width)]
     length_penalty = (1.0, 0.0, 2.0, -1.0)[width % 4]

@@ -6,7 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
-from block_manager_machine import BlockManagerMachine, TwoGroupsMachine, jitted
+from block_manager_machine import BlockManagerMachine, CachingMachine, TwoGroupsMachine, jitted
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -15,14 +15,58 @@ SETTINGS = settings(max_examples=60, stateful_step_count=40)
 #: For planted bugs: no shrinking, the first failure is enough.
 HUNT = settings(max_examples=150, stateful_step_count=60, phases=[Phase.generate])
 
+#: A digest of 2 bits: everything collides.
+WEAK_DIGEST = ("digest", "[place] * (before + sums)", "[place] * (before + sums) & jnp.array([[3, 0]], jnp.uint32)")
 
-@pytest.mark.parametrize("machine", [BlockManagerMachine, TwoGroupsMachine])
+
+def _module(name: str, source: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look their module up
+    exec(compile(source, name, "exec"), module.__dict__)
+    return module
+
+
+def planted(*changes: tuple[str, str, str]):
+    """The block manager with changed lines, as modules of their own; the real modules stay as they are."""
+    names = {
+        "pool": "paged_jax.block_pool",
+        "table": "paged_jax.block_table",
+        "digest": "paged_jax.digest",
+        "cache": "paged_jax.prefix_cache",
+    }
+    sources = {k: Path(sys.modules[n].__file__).read_text() for k, n in names.items()}
+    for file, line, bug in changes:
+        assert sources[file].count(line) == 1, f"the line to change occurs {sources[file].count(line)} times"
+        sources[file] = sources[file].replace(line, bug)
+    real = {n: sys.modules[n] for n in names.values()}
+    try:
+        modules = {k: _module(n, sources[k]) for k, n in names.items()}
+        return [modules[k] for k in ("pool", "table", "cache")]
+    finally:
+        sys.modules.update(real)
+
+
+class CollidingMachine(CachingMachine):
+    is_exact = False
+    manager = jitted(*planted(WEAK_DIGEST))
+
+
+class PassesMachine(CachingMachine):
+    """What a step fills is published in passes of two blocks: to the model, which goes block by block, all the same."""
+
+    manager = jitted(*planted(("cache", "_CPU_ITEMS_PER_PASS = 32", "_CPU_ITEMS_PER_PASS = 2")))
+
+
+MACHINES = [BlockManagerMachine, TwoGroupsMachine, PassesMachine, CollidingMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_block_manager_random_operations_equal_plain_model(machine):
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [BlockManagerMachine, TwoGroupsMachine])
+@pytest.mark.parametrize("machine", [*MACHINES, CachingMachine])
 def test_block_manager_long_random_operations_equal_plain_model(machine):
     run_state_machine_as_test(machine, settings=settings(max_examples=SOAK_EXAMPLES, stateful_step_count=80))
 
@@ -32,20 +76,20 @@ PLANTED_BUGS = [
     (
         "free block handed out twice",
         "pool",
-        "head=(pool.head + taken) % pool.num_blocks",
+        "head=(pool.head + taken_each) % pool.num_blocks",
         "head=pool.head",
     ),
     (
         "count not reduced",
         "pool",
-        "count=pool.count - taken",
+        "count=pool.count - taken_each",
         "count=pool.count",
     ),
     (
         "reserve ignored",
         "pool",
-        "pool.count - jnp.maximum(reserve, 0)",
-        "pool.count - 0 * reserve",
+        "pool.num_free - jnp.maximum(reserve, 0)",
+        "pool.num_free - 0 * reserve",
     ),
     (
         "last free block never given",
@@ -63,13 +107,13 @@ PLANTED_BUGS = [
         "refused call takes blocks",
         "pool",
         "counts = num_blocks * (status == Status.OK)",
-        "counts = jnp.minimum(num_blocks, pool.count)",
+        "counts = jnp.minimum(num_blocks, pool.num_free)",
     ),
     (
         "ring does not wrap",
         "pool",
-        "exclusive_cumsum(counts)[:, None] + column) % pool.num_blocks",
-        "exclusive_cumsum(counts)[:, None] + column) % (pool.num_blocks - 1)",
+        "rank - queue * pool.count[UNCACHED]) % pool.num_blocks",
+        "rank - queue * pool.count[UNCACHED]) % (pool.num_blocks - 1)",
     ),
     (
         "first occurrence decides the order",
@@ -98,8 +142,8 @@ PLANTED_BUGS = [
     (
         "freed blocks jump the queue",
         "pool",
-        "position = (pool.head + pool.count + exclusive",
-        "position = (pool.head + pool.count - 1 + exclusive",
+        "position = (pool.head[queue] + pool.count[queue] + rank)",
+        "position = (pool.head[queue] + pool.count[queue] - 1 + rank)",
     ),
     (
         "blocks counted with floor",
@@ -128,8 +172,8 @@ PLANTED_BUGS = [
     (
         "copied-from block keeps the reference",
         "table",
-        "ref_count=pool.ref_count.at[last].add(-copies)",
-        "ref_count=pool.ref_count",
+        "ref_count=pool.ref_count.at[last].add(-copies),",
+        "ref_count=pool.ref_count,",
     ),
     (
         "copy lands behind the shared block",
@@ -236,31 +280,89 @@ PLANTED_BUGS = [
 ]
 
 
-def _module(name: str, source: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses look their module up
-    exec(compile(source, name, "exec"), module.__dict__)
-    return module
-
-
-def planted(file: str, line: str, bug: str):
-    """The block manager with one line changed, as modules of their own; the real modules stay as they are."""
-    names = {"pool": "paged_jax.block_pool", "table": "paged_jax.block_table"}
-    sources = {k: Path(sys.modules[n].__file__).read_text() for k, n in names.items()}
-    assert sources[file].count(line) == 1, f"the line to change occurs {sources[file].count(line)} times"
-    sources[file] = sources[file].replace(line, bug)
-    real = {n: sys.modules[n] for n in names.values()}
-    try:
-        return [_module(names[k], sources[k]) for k in ("pool", "table")]
-    finally:
-        sys.modules.update(real)
+#: Bugs of the prefix cache. They are hunted with the weak digest, so that nothing hides behind its quality.
+PLANTED_CACHE_BUGS = [
+    (
+        "reused block keeps its identity",
+        "pool",
+        "content_uid=forget(pool.content_uid, ids)",
+        "content_uid=pool.content_uid",
+    ),
+    ("cached blocks are reused first", "pool", "UNCACHED, CACHED = 0, 1", "UNCACHED, CACHED = 1, 0"),
+    ("hit stays in the queue", "pool", "jnp.any(leaves), _leave", "jnp.any(leaves) & False, _leave"),
+    (
+        "hit takes its neighbour along",
+        "pool",
+        "pool.count[CACHED]) & ~gone[queue]",
+        "pool.count[CACHED] - 1) & ~gone[queue]",
+    ),
+    (
+        "hit gets no reference",
+        "pool",
+        "pool.ref_count.at[ids].add((listed & ok)",
+        "pool.ref_count.at[ids].add((listed & is_free & ok)",
+    ),
+    (
+        "released cached block is uncached",
+        "pool",
+        "queue = (pool.content_uid[ids] > 0).astype",
+        "queue = (pool.content_uid[ids] < 0).astype",
+    ),
+    ("reset keeps identities", "pool", "content_uid=jnp.zeros_like(pool.content_uid)", "content_uid=pool.content_uid"),
+    (
+        "block rewritten in place stays cached",
+        "table",
+        "content_uid=forget(pool.content_uid, in_place)",
+        "content_uid=pool.content_uid",
+    ),
+    ("copied-from block loses its identity", "table", "jnp.where((copies == 0) & ok, last,", "jnp.where(ok, last,"),
+    ("whole prompt is hit", "cache", "< (num_tokens - 1) // block_size", "< num_tokens // block_size"),
+    ("hits are not a leading run", "cache", "_leading(is_hit, first), found", "is_hit, found"),
+    ("tokens not compared", "cache", "return (uid > 0) & has_tokens & (", "return (uid > 0) & ("),
+    ("parent not compared", "cache", "(cache.records[found, PARENT] == parent)", "(cache.records[found, PARENT] != 0)"),
+    ("equal digests of a call share a uid", "cache", "is_same = (same == item) | (", "is_same = (same <= item) | ("),
+    (
+        "entry of a dead block is live",
+        "cache",
+        "cache.records[block, SLOT] == slot, pool.content_uid[block], 0)",
+        "block > 0, cache.records[block, 1] + 9, 0)",
+    ),
+    ("two items take one entry", "cache", "axis=1) == rank[:, None])", "axis=1) == 0)"),
+    ("namespace ignored", "cache", "return -1 - namespace", "return -1 - 0 * namespace"),
+    (
+        "publishes behind an unknown block",
+        "cache",
+        "items.is_item & (origin != 0) & is_same",
+        "items.is_item & is_same",
+    ),
+    (
+        "uid used twice",
+        "cache",
+        "next_uid=cache.next_uid + jnp.sum(is_new, dtype=jnp.int32)",
+        "next_uid=cache.next_uid + 1",
+    ),
+    ("copy forgets the tokens", "cache", "cache.token_ids.at[dst].set(cache.token_ids[src])", "cache.token_ids"),
+    ("reset while blocks are in use", "cache", "pool.num_free == pool.num_blocks - 1", "pool.num_free >= 0"),
+]
 
 
 @pytest.mark.parametrize(("file", "line", "bug"), [b[1:] for b in PLANTED_BUGS], ids=[b[0] for b in PLANTED_BUGS])
 def test_state_machine_planted_bug_is_caught(file, line, bug):
-    class Mutant(TwoGroupsMachine if "group" in bug else BlockManagerMachine):
-        manager = jitted(*planted(file, line, bug))
+    class Mutant(BlockManagerMachine):
+        manager = jitted(*planted((file, line, bug)))
 
+    assert_caught(Mutant)
+
+
+@pytest.mark.parametrize("change", [b[1:] for b in PLANTED_CACHE_BUGS], ids=[b[0] for b in PLANTED_CACHE_BUGS])
+def test_state_machine_planted_cache_bug_is_caught(change):
+    class Mutant(CollidingMachine):
+        manager = jitted(*planted(WEAK_DIGEST, change))
+
+    assert_caught(Mutant)
+
+
+def assert_caught(machine):
     with pytest.raises(Exception) as caught:
-        run_state_machine_as_test(Mutant, settings=HUNT)
-    assert not isinstance(caught.value, SyntaxError | NameError | TypeError)
+        run_state_machine_as_test(machine, settings=HUNT)
+    assert not isinstance(caught.value, SyntaxError | NameError | TypeError | AttributeError)

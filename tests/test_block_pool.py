@@ -1,12 +1,14 @@
 """BlockPool alone: queue order, counts, refusals."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.block_pool import BlockPool, Status, allocate, init_pool, release
+from paged_jax.block_pool import CACHED, UNCACHED, BlockPool, Status, acquire, allocate, forget_all, init_pool, release
 
 take = jax.jit(allocate, static_argnames="max_blocks")
 give = jax.jit(release)
@@ -17,7 +19,12 @@ def ids(*values):
 
 
 def free_blocks(pool: BlockPool) -> list[int]:
-    return [int(pool.free_queue[(int(pool.head) + i) % pool.num_blocks]) for i in range(int(pool.count))]
+    """Uncached ones, then cached ones, in the order of their reuse."""
+    return [
+        int(pool.free_queue[queue, (int(pool.head[queue]) + i) % pool.num_blocks])
+        for queue in (UNCACHED, CACHED)
+        for i in range(int(pool.count[queue]))
+    ]
 
 
 def test_init_pool_fresh_hands_out_every_block_but_the_null_block():
@@ -90,13 +97,48 @@ def test_release_padding_ids_are_ignored():
 
 def test_release_shared_block_returns_at_the_last_owner():
     pool, _, _ = take(init_pool(4), ids(1), max_blocks=1)
-    pool = BlockPool(
-        free_queue=pool.free_queue, head=pool.head, count=pool.count, ref_count=pool.ref_count.at[1].set(3)
-    )
+    pool = dataclasses.replace(pool, ref_count=pool.ref_count.at[1].set(3))
     pool, _ = give(pool, ids(1, 0))
     assert free_blocks(pool) == [2, 3]
     pool, _ = give(pool, ids(1, 1))
     assert free_blocks(pool) == [2, 3, 1]
+
+
+def cached_pool():
+    """Blocks 1 - 3 of 5 are free and cached, to be reused in this order; 4 and 5 are uncached."""
+    pool, _, _ = take(init_pool(6), ids(3), max_blocks=3)
+    pool = dataclasses.replace(pool, content_uid=pool.content_uid.at[ids(1, 2, 3)].set(ids(7, 8, 9)))
+    pool, _ = give(pool, ids(1, 2, 3))
+    assert free_blocks(pool) == [4, 5, 1, 2, 3]
+    return pool
+
+
+def test_allocate_takes_uncached_blocks_first_and_cached_ones_lose_their_identity():
+    pool, blocks, _ = take(cached_pool(), ids(3), max_blocks=3)
+    assert blocks.tolist() == [[4, 5, 1]]
+    assert pool.content_uid.tolist() == [0, 0, 8, 9, 0, 0]
+
+
+def test_acquire_of_free_and_owned_blocks_counts_each_owner_and_keeps_the_order():
+    pool, status = acquire(cached_pool(), ids(2, 0, 2))  # two rows hit one free block in one call
+    assert (int(status), free_blocks(pool), int(pool.ref_count[2])) == (Status.OK, [4, 5, 1, 3], 2)
+    pool, status = acquire(pool, ids(2))
+    assert (int(status), free_blocks(pool), int(pool.ref_count[2])) == (Status.OK, [4, 5, 1, 3], 3)
+
+
+@pytest.mark.parametrize("bad", [(4,), (1, 5), (-1,), (6,)])
+def test_acquire_of_a_free_uncached_or_unknown_block_is_refused_and_changes_nothing(bad):
+    pool = cached_pool()
+    after, status = acquire(pool, ids(*bad))
+    assert int(status) == Status.NOT_OWNED
+    chex.assert_trees_all_equal(after, pool)
+
+
+def test_forget_all_puts_cached_blocks_behind_the_others():
+    pool = forget_all(cached_pool())
+    assert free_blocks(pool) == [4, 5, 1, 2, 3]
+    assert pool.count.tolist() == [5, 0]
+    assert not pool.content_uid.any()
 
 
 def test_pool_ring_wraps_like_a_deque():

@@ -14,11 +14,16 @@ INVALID = [
     *(("top_p", v) for v in [0, -0.1, 1.0001, math.nan, math.inf, "0.5", None, False, np.float32("nan")]),
     *(("top_k", v) for v in [-2, 2**31, 2**63, HUGE, 1.0, math.nan, "5", None, True, np.bool_(True)]),
     *(("min_p", v) for v in [-0.1, 1.1, math.nan, math.inf, None, True]),
+    *(("n", v) for v in [0, -1, 10**6, HUGE, 1.0, "2", None, True]),
     *(("seed", v) for v in [-1, 2**64, HUGE, 1.5, "0", True]),
     *(("max_tokens", v) for v in [0, -1, 2**31, 2**63, HUGE, 1.0, math.inf, "16", True]),
     *(("stop_token_ids", v) for v in [5, "ab", [-1], [2**31], [1.0], ["a"], [True], [None], ["x"] * 10**5]),
     *(("stop_token_ids", v) for v in [list(range(10**6)), iter([1]), {1: 2}, [[1]], np.zeros((1, 1), int)]),
-    *((n, v) for n in ("ignore_eos", "detokenize", "skip_special_tokens") for v in [1, 0.0, "yes", None]),
+    *(
+        (n, v)
+        for n in ("ignore_eos", "detokenize", "skip_special_tokens", "skip_reading_prefix_cache")
+        for v in [1, 0.0, "yes", None]
+    ),
 ]
 
 
@@ -58,6 +63,7 @@ def test_sampling_params_when_valid_stores_plain_python_values(name, value, stor
 
 def test_sampling_params_defaults_are_those_of_vllm():
     assert dataclasses.asdict(SamplingParams()) == {
+        "n": 1,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -68,7 +74,14 @@ def test_sampling_params_defaults_are_those_of_vllm():
         "max_tokens": 16,
         "detokenize": True,
         "skip_special_tokens": True,
+        "skip_reading_prefix_cache": False,
     }
+
+
+def test_sampling_params_several_greedy_samples_are_refused():
+    with pytest.raises(ValueError, match="n must be 1 when temperature"):
+        SamplingParams(n=2, temperature=0)
+    assert SamplingParams(n=2, temperature=1e-5).n == 2
 
 
 def test_sampling_params_when_equal_have_equal_hashes():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from doubles import AuditedLLM
 
+import paged_jax.runner
 from models.load import load_model
 from paged_jax import BeamSearchParams, CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
 from paged_jax.config import cdiv
@@ -53,6 +54,7 @@ def engine(model, block_size, chunk, decode_steps, max_num_seqs=5):
         decode_steps=decode_steps,
     )
     llm._runner.row_buckets = (1, max_num_seqs)  # two decode programs instead of four
+    llm._runner._compile = paged_jax.runner._compile  # these programs run long enough to be worth it
     return llm
 
 
@@ -74,9 +76,12 @@ def test_greedy_ids_of_all_prompts_together_equal_the_reference(model, block_siz
 
 def test_greedy_ids_of_each_prompt_alone_equal_the_reference(model):
     llm = engine(model, 4, 7, 32)
-    for p in REFERENCE:
-        outputs = llm.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
-        assert_equals_reference(outputs, [p])
+    for is_cached in (False, True):
+        for p in REFERENCE:
+            outputs = llm.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
+            assert_equals_reference(outputs, [p])
+            if is_cached:
+                assert outputs[0].num_cached_tokens == (p["n_prompt"] - 1) // 4 * 4
 
 
 @pytest.mark.parametrize("width", [2, 4])

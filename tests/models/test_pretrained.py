@@ -23,7 +23,7 @@ def test_from_pretrained_default_pool_holds_every_row_at_full_length(folder):
 
 
 def test_from_pretrained_default_pool_is_bounded_by_memory(folder, monkeypatch):
-    monkeypatch.setattr("paged_jax.engine._DEFAULT_CPU_CACHE_BYTES", 10_000)
+    monkeypatch.setattr("paged_jax.pretrained._DEFAULT_CPU_CACHE_BYTES", 10_000)
     config = LLM.from_pretrained(folder, max_num_seqs=3, block_size=4).cache_config
     assert (config.num_blocks - 1) * config.bytes_per_block <= 10_000
 
