@@ -24,7 +24,9 @@ import numpy as np
 from models.load import load_model
 from paged_jax import BeamSearchParams, CacheConfig, Status
 from paged_jax.beam_engine import BeamSearcher
-from paged_jax.block_table import append_tokens, check_invariants, fork, init, release, reparent
+from paged_jax.block_table import append_tokens, fork, init, release, reparent
+from paged_jax.inputs import Namespaces
+from paged_jax.invariants import check_invariants
 from paged_jax.runner import ModelRunner
 
 SIGMA = 0.8  # of the logarithm of the lengths
@@ -242,6 +244,7 @@ def record_beams(traffic: Traffic, model, widths: list[int], num_prompts: int, s
         max_num_batched_tokens=256,
         decode_steps=32,
         implementation=None,
+        enable_prefix_caching=False,
     )
     recorded = {}
     for width in widths:
@@ -253,6 +256,7 @@ def record_beams(traffic: Traffic, model, widths: list[int], num_prompts: int, s
             eos_token_ids=(),
             max_model_len=config.max_model_len,
             max_num_batched_tokens=256,
+            namespaces=Namespaces(),
             watch=lambda output: None,
         )
         recorded[width] = []
