@@ -31,7 +31,7 @@ from doubles import (
 from flax import nnx
 
 from models.llama import init_params
-from paged_jax import BeamSearchParams, FinishReason, Status, init_beams, release_rows
+from paged_jax import BeamSearchParams, FinishReason, SamplingParams, Status, init_beams, release_rows
 from paged_jax.beam_engine import BeamSearch, max_blocks, plan_waves
 from paged_jax.beam_search import advance
 
@@ -161,6 +161,21 @@ def test_sequences_and_scores_of_random_models_equal_a_plain_search(llm, width, 
     for p, output in zip(prompts, outputs, strict=True):
         assert output.prompt_token_ids == p
         assert_equal(output, plain_beam_search(next_logits, p, width, 8, length_penalty, (eos,)))
+
+
+def test_prompt_of_a_search_is_cached_under_its_own_salt_only(llm):
+    tokens, greedy = prompt(21, 77), SamplingParams(temperature=0.0, max_tokens=2)
+
+    def cached(prompt_tokens, **salt):
+        (output,) = llm.generate([{"prompt_token_ids": prompt_tokens, **salt}], greedy, use_tqdm=False)
+        return output.num_cached_tokens
+
+    assert cached(prompt(5, 78), cache_salt="a") == 0  # the row that the search will use had another namespace
+    first = search(llm, [tokens], 2)
+    assert cached(tokens, cache_salt="a") == 0
+    assert cached(tokens) > 0
+    again = search(llm, [tokens], 2)  # with what the cache has of its prompt
+    assert [s.token_ids for s in again[0].outputs] == [s.token_ids for s in first[0].outputs]
 
 
 @jax.jit
