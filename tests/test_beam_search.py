@@ -34,6 +34,7 @@ from models.llama import init_params
 from paged_jax import BeamSearchParams, FinishReason, SamplingParams, Status, init_beams, release_rows
 from paged_jax.beam_engine import BeamSearch, max_blocks, plan_waves
 from paged_jax.beam_search import advance
+from paged_jax.block_pool import UNCACHED
 
 ROWS = 8
 DATA = Path(__file__).parent / "data"
@@ -288,7 +289,8 @@ class PlainBeams:
 
 
 def test_b50_b47_every_step_shares_all_it_can_and_copies_only_shared_partial_blocks():
-    llm = tiny_llm(96, decode_steps=1, max_num_seqs=ROWS, max_num_batched_tokens=16)
+    # Without a prefix cache: all free blocks stand in one queue.
+    llm = tiny_llm(96, decode_steps=1, max_num_seqs=ROWS, max_num_batched_tokens=16, enable_prefix_caching=False)
     prompts, history = [prompt(6), prompt(9, 2)], []
     eos = plain_tiny(prompts[1], 4, 6)[0][0][2]
     llm.eos_token_ids = (eos,)
@@ -296,8 +298,9 @@ def test_b50_b47_every_step_shares_all_it_can_and_copies_only_shared_partial_blo
 
     def watch(state, beams, output):
         plain.step(output.token_ids[..., 0], output.parents[..., 0], beams.finish)
-        manager, count = plain.manager, int(state.pool.count)
-        queue = np.asarray(state.pool.free_queue)[(int(state.pool.head) + np.arange(count)) % state.pool.num_blocks]
+        manager, count = plain.manager, int(state.pool.num_free)
+        head, entries = int(state.pool.head[UNCACHED]), np.asarray(state.pool.free_queue[UNCACHED])
+        queue = entries[(head + np.arange(count)) % state.pool.num_blocks]
         held = [[int(b) for b in row if b] for row in np.asarray(state.table.block_ids[0])]
         assert (held, queue.tolist()) == (manager.blocks[0], manager.free)
         assert state.pool.num_blocks - 1 - count == plain.num_prefixes
@@ -386,8 +389,8 @@ def test_search_that_could_outgrow_the_pool_but_shares_enough_is_served(scarce_l
 def test_search_that_the_pool_stopped_goes_on_when_there_is_room(scarce_llm):
     runner, p = scarce_llm._runner, prompt(5)
     for start in range(0, 40, 10):
-        runner.prefill([(4, prompt(40, 9)[start : start + 10], False)])
-    runner.prefill([(0, p[:-1], False)])
+        runner.prefill([([4], prompt(40, 9)[start : start + 10], False)])
+    runner.prefill([([0], p[:-1], False)])
     tokens = jnp.array(p[-1:], jnp.int32)
     beams = init_beams(tokens, jnp.array([5], jnp.int32), beam_width=4, eos_token_ids=jnp.zeros(0, jnp.int32))
     stopped, output = runner.search(beams)
