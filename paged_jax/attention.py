@@ -57,8 +57,7 @@ def attend(
     if k is not None and v is not None:
         if k.shape != v.shape or k.shape[0] != q.shape[0]:
             raise ValueError(f"k is {k.shape} and v is {v.shape}: both must be [T, K, H] with T = {q.shape[0]} as in q")
-        slots = batch.slot_mapping[layer_cache.group]
-        layer_cache = write_kv(layer_cache, k, v, slots, implementation=implementation or batch.implementation)
+        layer_cache = write_kv(layer_cache, k, v, batch.slot_mapping[layer_cache.group])
     out = paged_attention(
         q,
         layer_cache.k,

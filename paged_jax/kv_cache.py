@@ -104,18 +104,17 @@ def write_kv(
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     slot_mapping: Int32[Array, " T"],
-    *,
-    implementation: str | None = None,
 ) -> LayerCache:
     """Stores each token's K and V at its slot, in place where the layer's arrays are donated or loop-carried.
+
+    By XLA's scatter on GPUs too: it takes the rotary embedding and the slices of a joint projection along, so that a
+    layer has one launch less than with `pallas_kernels.move_kv.write_kv`, which needs dense K and V.
 
     Args:
         layer: may be donated.
         k, v: any float dtype; converted to the storage format.
         slot_mapping: int32 [T], block * block_size + offset; slots <= 0 are padding and go to the null block. The
             indices stay (block, offset): no element offset is ever formed in int32.
-        implementation: of the attention that follows. "mosaic_gpu", or None on a GPU: by a kernel where it can, which
-            moves the same bytes in one launch and leaves the null block alone.
     """
     if k.shape[1:] != layer.k.shape[2:]:
         raise ValueError(
@@ -124,21 +123,9 @@ def write_kv(
         )
     k, v = to_storage(k, layer.k.dtype), to_storage(v, layer.v.dtype)
     slot = jnp.maximum(slot_mapping, 0)  # a negative index would wrap to the last block
-    if wants_mosaic(implementation):
-        with contextlib.suppress(NotImplementedError):
-            new_k, new_v = _kernels().write_kv(layer.k, layer.v, k, v, slot)
-            return replace(layer, k=new_k, v=new_v)
     block_size = layer.k.shape[1]
     block, offset = slot // block_size, slot % block_size
     return replace(layer, k=layer.k.at[block, offset].set(k), v=layer.v.at[block, offset].set(v))
-
-
-def _kernels():
-    """The kernels that move K and V. Raises NotImplementedError where they cannot even be imported."""
-    require_mosaic()
-    from pallas_kernels import move_kv
-
-    return move_kv
 
 
 @typed
@@ -158,11 +145,14 @@ def copy_blocks(
     Args:
         are_disjoint: the caller's promise that no destination is another pair's source, as in copy-on-write. Lets a
             kernel copy in place, in one launch for K and V of a layer.
-        implementation: as for `write_kv`.
+        implementation: of attention: "mosaic_gpu", or None on a GPU, takes the kernel where it can.
     """
     if are_disjoint and wants_mosaic(implementation):
         with contextlib.suppress(NotImplementedError):
-            pairs = [_kernels().copy_blocks(k, v, src, dst) for k, v in zip(cache.k, cache.v, strict=True)]
+            require_mosaic()
+            from pallas_kernels import move_kv  # it takes long to import
+
+            pairs = [move_kv.copy_blocks(k, v, src, dst) for k, v in zip(cache.k, cache.v, strict=True)]
             return replace(cache, k=tuple(k for k, _ in pairs), v=tuple(v for _, v in pairs))
 
     def copied(arrays: tuple[Array, ...]) -> tuple[Array, ...]:

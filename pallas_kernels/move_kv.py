@@ -24,8 +24,8 @@ def _check(pool: jax.Array, interpret: bool) -> None:
     if mosaic.compute_capability(interpret) < (9, 0):
         raise NotImplementedError("K/V writes and block copies go by TMA, which chips before sm_90 lack")
     line_bytes = pool.shape[2] * pool.shape[3] * pool.dtype.itemsize
-    if line_bytes % 128:
-        raise NotImplementedError(f"the K of one token has {line_bytes} bytes; the kernels move multiples of 128")
+    if line_bytes % 16:
+        raise NotImplementedError(f"the K of one token has {line_bytes} bytes; the kernels move multiples of 16")
 
 
 def _lines(pool: jax.Array) -> jax.Array:

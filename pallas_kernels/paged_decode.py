@@ -110,8 +110,8 @@ class _Problem(NamedTuple):
         return kind(dtype, m_warps=self.tile_rows // 16)
 
 
-# Sizes of the ring. K and V as they are stored; with 8 bits also their scales and one 16-bit tile of each.
 def _scratch(p: _Problem) -> dict[str, Any]:
+    """Shared memory: K and V as they are stored; with 8 bits also their scales and one 16-bit tile of each."""
     tokens, stages, rows, dim = p.config.tile_tokens, p.config.num_stages, p.tile_rows, p.head_dim
     pool_tiling = mosaic.tiled(dim, p.cache_dtype, rows_per_async_copy=None if p.use_tma else p.piece)
     stored = plgpu.SMEM((stages, tokens, dim), p.cache_dtype, transforms=pool_tiling)

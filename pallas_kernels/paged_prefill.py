@@ -381,22 +381,36 @@ def _attend_tile(p: _Problem, refs: _Refs, tile: _Tile, warpgroup: jax.Array, si
 
 
 def _store_tile(p: _Problem, tile: _Tile, warpgroup: jax.Array, staged, out, begin: jax.Array, end: jax.Array) -> None:
-    """Stores the lines begin ... end - 1 of the packed queries, in copies of a power of two lines each."""
+    """Stores the lines begin ... end - 1 of the packed queries."""
+    # Copies of several lines need each of them on a multiple of 128 bytes of shared memory.
+    store = _store_by_powers_of_two if p.head_dim * jnp.dtype(p.dtype).itemsize % 128 == 0 else _store_by_line
     for row, in_group, offset in _pieces(p, tile, warpgroup):
-        head = tile.head * p.group + in_group
         piece = tile.token + offset
         first, last = jnp.maximum(begin, piece), jnp.minimum(end, piece + p.query_piece)
-        left = jnp.where(in_group < p.group, jnp.maximum(last - first, 0), 0)
-        done, size = jnp.int32(0), p.query_piece
-        while size:
-            is_taken = (left & size) != 0
-            source = staged.at[warpgroup, pl.ds(row + first - piece + done, size)]
-            target = out.at[pl.ds(first + done, size), head]
-            pl.when(is_taken)(lambda s=source, t=target: plgpu.copy_smem_to_gmem(s, t, commit_group=False))
-            done += jnp.where(is_taken, size, 0)
-            size //= 2
+        num_lines = jnp.where(in_group < p.group, jnp.maximum(last - first, 0), 0)
+        start = row + first - piece
+
+        def copy(done, size, first=first, start=start, head=tile.head * p.group + in_group):
+            source, target = staged.at[warpgroup, pl.ds(start + done, size)], out.at[pl.ds(first + done, size), head]
+            plgpu.copy_smem_to_gmem(source, target, commit_group=False)
+
+        store(p, num_lines, copy)
     plgpu.commit_smem_to_gmem_group()
     plgpu.wait_smem_to_gmem(0)
+
+
+def _store_by_powers_of_two(p: _Problem, num_lines: jax.Array, copy) -> None:
+    """copy(first line, number of lines) of num_lines lines in copies of a power of two lines each."""
+    done, size = jnp.int32(0), p.query_piece
+    while size:
+        is_taken = (num_lines & size) != 0
+        pl.when(is_taken)(functools.partial(copy, done, size))
+        done += jnp.where(is_taken, size, 0)
+        size //= 2
+
+
+def _store_by_line(p: _Problem, num_lines: jax.Array, copy) -> None:
+    lax.fori_loop(0, num_lines, lambda i, _: copy(i, 1), None)
 
 
 def _prefill_kernel(p: _Problem, *arrays, queries, staged, ring, raw, scales, ready, free, landed, query_ready):

@@ -57,8 +57,11 @@ def generate(implementation: str) -> list[list[int]]:
         LlamaForward(CONFIG), params, cache, max_num_batched_tokens=32, decode_steps=4, implementation=implementation
     )
     rng = np.random.default_rng(5)
-    prompts = [rng.integers(0, 61, n).tolist() for n in (70, 9)]  # three chunks, and a decode row beside them
+    prompts = [
+        {"prompt_token_ids": rng.integers(0, 61, n).tolist()} for n in (70, 9)
+    ]  # three chunks, and a decode row beside them
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    assert all(o.error is None for o in outputs), outputs
     assert llm.num_free_blocks == 23
     return [o.outputs[0].token_ids for o in outputs]
 

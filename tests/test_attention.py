@@ -704,7 +704,7 @@ def test_attend_prefers_the_argument_over_the_batch(argument, in_batch, error):
     if error is None:
         call()
     else:
-        with pytest.raises(error, match=argument or in_batch):
+        with pytest.raises(error, match="Mosaic" if argument else in_batch):
             call()
 
 
@@ -775,9 +775,16 @@ def test_misuse_is_refused_with_the_argument_and_its_value(change, message):
         paged_attention(**valid_arguments() | change)
 
 
-def test_mosaic_gpu_is_refused_with_the_implementations_there_are():
-    with pytest.raises(NotImplementedError, match="not part of this version; use 'xla'"):
+def test_mosaic_gpu_by_name_refuses_what_it_cannot_do_with_the_reason():
+    with pytest.raises(NotImplementedError, match=r"query has dtype float32|need JAX >= 0\.11\.2"):
         paged_attention(**valid_arguments(), implementation="mosaic_gpu", interpret=True)
+    in_16_bits = {k: v.astype(jnp.bfloat16) for k, v in valid_arguments().items() if v.ndim > 2}
+    with pytest.raises(NotImplementedError, match=r"block_size is 4|need JAX >= 0\.11\.2"):
+        paged_attention(**valid_arguments() | in_16_bits, implementation="mosaic_gpu", interpret=True)
+    large_blocks = {k: jnp.zeros((5, 16, 2, 64), jnp.bfloat16) for k in ("key_cache", "value_cache")}
+    query = jnp.zeros((2, 4, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU|need JAX >= 0\.11\.2"):
+        paged_attention(**valid_arguments() | large_blocks | {"query": query}, implementation="mosaic_gpu")
 
 
 def test_valid_arguments_are_accepted():

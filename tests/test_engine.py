@@ -49,8 +49,7 @@ def test_generate_more_prompts_than_rows_refills_rows_and_keeps_the_order(llm):
     assert [o.prompt_token_ids for o in outputs] == prompts
 
 
-@pytest.mark.parametrize("num_blocks", [8, 12, 40])
-@pytest.mark.parametrize("decode_steps", [1, 5])
+@pytest.mark.parametrize(("num_blocks", "decode_steps"), [(8, 5), (12, 1), (40, 5)])
 def test_oracle_requests_through_a_scarce_pool_never_read_a_wrong_slot(num_blocks, decode_steps):
     llm = oracle_llm(num_blocks, decode_steps=decode_steps)
     prompts = [prompt(1 + (7 * n) % 13, 1 + n) for n in range(24)]

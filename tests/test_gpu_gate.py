@@ -282,12 +282,13 @@ def test_failures_of_a_kernel(kernel, num_calls, complaint):
 
 
 def test_launches_per_layer_come_from_two_depths():
-    layer = ["kCustomCall", *(f"kCublasLtMatmul {i}" for i in range(7))]
-    assert checks.depth_failures(["a", *6 * layer, "b"], ["a", *2 * layer, "b"], 4) == (8.0, [])
+    limit = checks.MATMULS_PER_LAYER + checks.EXTRA_LAUNCHES_PER_LAYER
+    layer = ["kCustomCall", *(f"kCublasLtMatmul {i}" for i in range(limit - 1))]
+    assert checks.depth_failures(["a", *6 * layer, "b"], ["a", *2 * layer, "b"], 4) == (limit, [])
     layer.append("extra")
     per_layer, (failure,) = checks.depth_failures(["a", *6 * layer, "b"], ["a", *2 * layer, "b"], 4)
-    assert per_layer == 9
-    assert "9 launches per layer, at most 8" in failure
+    assert per_layer == limit + 1
+    assert f"{limit + 1} launches per layer, at most {limit}" in failure
     assert failure.endswith(", ".join(layer))
 
 

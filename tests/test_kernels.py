@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import kernel_cases
+import kernel_faults
 import numpy as np
 import pytest
 
@@ -33,7 +34,9 @@ def run_interpreted(*command: str, root: Path = ROOT, timeout: float = 400) -> s
     path = os.pathsep.join(str(p) for p in (root, ROOT, ROOT / "tests"))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "16", "PYTHONPATH": path}
     command = (sys.executable, "-m", *command)
-    return subprocess.run(command, env=environment, timeout=timeout, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=root, env=environment, timeout=timeout, capture_output=True, text=True, check=False
+    )
 
 
 @needs_mosaic
@@ -50,6 +53,13 @@ def test_xla_passes_the_kernel_suite(name):
 
 def test_reference_passes_the_kernel_suite_in_the_dtype_of_the_queries():
     kernel_cases.check(kernel_cases.CASES["mixed_g4_h128_edges"], paged_attention_reference)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", kernel_faults.FAULTS)
+def test_fault_of_other_kernels_in_the_interpreter(name):
+    result = run_interpreted("kernel_faults", name)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @needs_mosaic
@@ -157,7 +167,7 @@ def test_block_ids_are_never_taken_from_dead_entries(block_size, num_tokens):
     # The interpreter does not notice an id outside of the pool: the bound has a test of its own.
     from pallas_kernels.mosaic import block_ids
 
-    table = jnp.asarray(np.where(np.arange(30) <= (last := 300) // block_size, np.arange(30) + 7, -1)[None], jnp.int32)
+    table = jnp.asarray(np.where(np.arange(64) <= (last := 300) // block_size, np.arange(64) + 7, -1)[None], jnp.int32)
     for start in range(0, 512, num_tokens):
         ids = block_ids(
             table, jnp.int32(0), jnp.int32(last), jnp.int32(start), num_tokens=num_tokens, block_size=block_size

@@ -129,6 +129,17 @@ def bounded_cases() -> list[Case]:
     return [case for case in all_cases() if is_bounded(case)]
 
 
+def refusal(case: Case) -> str | None:
+    """Words of the NotImplementedError with which the kernel refuses the chip, None where it must compile."""
+    if not isinstance(case, KernelCase):
+        return None
+    if case.kernel == "paged_prefill" and case.chip != "h200":
+        return "written for wgmma"
+    if case.kernel in ("write_kv", "copy_blocks") and case.chip == "a100":
+        return "go by TMA"
+    return None
+
+
 def case_named(name: str) -> Case:
     """The case of that name."""
     return next(case for case in all_cases() if case.name == name)

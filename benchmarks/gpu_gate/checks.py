@@ -8,11 +8,13 @@ from benchmarks.gpu_gate.targets import CHIPS
 from pallas_kernels.shapes import MODEL_SHAPES
 
 NUM_STEPS = 16
-#: Mosaic launches of one call.
-MAX_LAUNCHES = {"paged_decode": 2, "paged_prefill": 2, "write_kv": 1, "copy_blocks": 1}
+#: Mosaic launches of one call; a ragged one attends its decode rows by paged_decode.
+MAX_LAUNCHES = {"paged_decode": 2, "paged_prefill": 3, "write_kv": 1, "copy_blocks": 1}
 #: Of a layer of Llama: qkv, out, gate_up, down.
 MATMULS_PER_LAYER = 4
-EXTRA_LAUNCHES_PER_LAYER = 4
+#: Two norms, silu * gate, rotated queries, K write, V write, attention, combine. 4 would need the writes, the rotation
+#: and the combine inside of the attention kernel.
+EXTRA_LAUNCHES_PER_LAYER = 8
 MIN_DECODE_CTAS = 2
 
 
