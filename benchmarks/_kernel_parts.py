@@ -101,7 +101,9 @@ def bandwidth(b: Bench) -> Part:
 
 
 def _decode_table(b: Bench, *, is_isolated: bool = True, is_interpreted: bool = False, **config) -> Part:
-    batches, contexts = ((1, 16), (8192,)) if b.is_dry else ((1, 16, 64, 256), (1024, 8192, 65536))
+    batches, contexts = (
+        ((1, 16) if is_interpreted else (64,), (8192,)) if b.is_dry else ((1, 16, 64, 256), (1024, 8192, 65536))
+    )
     for batch, context in sorted(((s, c) for s in batches for c in contexts), key=lambda cell: cell[0] * cell[1]):
         problem = b.uniform(batch, context)
         inputs = b.build(problem)
@@ -164,7 +166,6 @@ def prefill(b: Bench) -> Part:
     problem = Problem(shape=b.shape, seq_lens=(length,), counts=(length,))
     inputs = b.build(problem)
     yield "1 x 8192, mosaic", lambda: b.measure(problem, inputs, b.mosaic(inputs, is_interpreted=b.is_dry))
-    yield "1 x 8192, xla", lambda: b.measure(problem, inputs, xla(b.shape))
 
     def dense(implementation: str) -> dict:
         shape = (1, length, b.shape.num_kv_heads, b.shape.head_dim)
@@ -262,6 +263,8 @@ def rivals(b: Bench) -> Part:
         yield f"{name}, mosaic", functools.partial(b.measure, problem, inputs)
         for splits in (2,) if b.is_dry else (16, 64):
             yield f"{name}, jax paged, {splits} splits", functools.partial(_jax_paged, b, problem, inputs, splits)
+        if b.is_dry and is_wide:
+            continue
         yield f"{name}, xla", functools.partial(b.measure, problem, inputs, xla(b.shape))
         for which in ("xla",) if b.is_dry else ("xla", "cudnn"):
             yield f"{name}, dense {which}", functools.partial(_dense_decode, b, problem, inputs, which)

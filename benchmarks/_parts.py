@@ -80,48 +80,53 @@ def run(module: str, parts: list[str], *, budget_s: float, silence_s: float, see
 def _run_worker(command, parts, report: Report, end: float, silence_s: float, variables) -> int:
     """Runs one worker until it ends; returns how many of the parts are done with, the one that killed it included."""
     command = [*command, "--seconds", str(max(1.0, end - time.monotonic())), "--parts", *parts]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables)
     lines: queue.Queue[str] = queue.Queue()
 
-    def read() -> None:
-        for line in worker.stdout or ():
+    def read(stream) -> None:
+        for line in stream:
             lines.put(line)
         lines.put("")
 
-    threading.Thread(target=read, daemon=True).start()
-    finished, current, patience = 0, None, _START_SECONDS + silence_s
-    while True:
-        try:
-            line = lines.get(timeout=patience)
-        except queue.Empty:
-            worker.kill()
-            worker.wait()
-            what = "start" if current is None else current
-            report["failures"][parts[finished]] = f"{what}: silent for {patience:.0f} s, killed"
-            return finished + 1
-        if not line:
-            break
-        patience = silence_s
-        message = json.loads(line)
-        if "chip" in message:
-            report["chip"] = message["chip"]
-        elif "started" in message:
-            current = message["started"]
-        elif "seconds" in message:
-            current, finished = None, finished + 1
-            report["seconds"][message["part"]] = message["seconds"]
-            if not message["is_whole"]:
-                report["skipped"].append(message["part"])
-            if "failure" in message:
-                report["failures"][message["part"]] = message["failure"]
-        else:
-            report["measurements"].append(message)
-            print(_line(message), flush=True)
-    status = worker.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables) as worker:
+        reader = threading.Thread(target=read, args=(worker.stdout,), daemon=True)
+        reader.start()
+        finished, current, patience = 0, None, _START_SECONDS + silence_s
+        failure = "the worker ended with status {status}, see its messages"
+        while True:
+            try:
+                line = lines.get(timeout=patience)
+            except queue.Empty:
+                worker.kill()
+                current, failure = current or "start", f"silent for {patience:.0f} s, killed"
+                break
+            if not line:
+                break
+            patience = silence_s
+            message = json.loads(line)
+            if "chip" in message:
+                report["chip"] = message["chip"]
+            elif "started" in message:
+                current = message["started"]
+            elif "seconds" in message:
+                current, finished = None, finished + 1
+                _end_part(report, message)
+            else:
+                report["measurements"].append(message)
+                print(_line(message), flush=True)
+        status = worker.wait()
+        reader.join()
     if current is not None:  # it died within a part
-        report["failures"][parts[finished]] = f"{current}: the worker ended with status {status}, see its messages"
+        report["failures"][parts[finished]] = f"{current}: {failure.format(status=status)}"
         finished += 1
     return finished
+
+
+def _end_part(report: Report, message: dict[str, typing.Any]) -> None:
+    report["seconds"][message["part"]] = message["seconds"]
+    if not message["is_whole"]:
+        report["skipped"].append(message["part"])
+    if "failure" in message:
+        report["failures"][message["part"]] = message["failure"]
 
 
 def _line(message: dict[str, typing.Any]) -> str:
