@@ -2,6 +2,7 @@
 
 from paged_jax.attention import attend, paged_attention
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
+from paged_jax.beam_search import BeamState, BeamStepOutput, KeptBeams, beam_search_many, init_beams
 from paged_jax.block_pool import BlockPool, Status, allocate, init_pool
 from paged_jax.block_table import (
     Appended,
@@ -12,6 +13,7 @@ from paged_jax.block_table import (
     fork,
     init_table,
     release,
+    reparent,
     truncate,
 )
 from paged_jax.config import CacheConfig
@@ -29,15 +31,20 @@ from paged_jax.decode import (
 )
 from paged_jax.engine import LLM
 from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
-from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
 from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "Appended",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSequence",
+    "BeamState",
+    "BeamStepOutput",
     "BlockPool",
     "BlockTable",
     "CacheConfig",
@@ -46,6 +53,7 @@ __all__ = [
     "FinishReason",
     "InvariantError",
     "KVCache",
+    "KeptBeams",
     "LayerCache",
     "PrefillPlan",
     "RequestOutput",
@@ -58,6 +66,7 @@ __all__ = [
     "allocate",
     "append_tokens",
     "attend",
+    "beam_search_many",
     "build_decode_batch",
     "build_ragged_batch",
     "check_invariants",
@@ -65,6 +74,7 @@ __all__ = [
     "decode_many",
     "decode_step",
     "fork",
+    "init_beams",
     "init_cache",
     "init_pool",
     "init_sampling_state",
@@ -74,6 +84,7 @@ __all__ = [
     "prefill_step",
     "release",
     "release_rows",
+    "reparent",
     "sample",
     "seed_words",
     "truncate",

@@ -204,7 +204,7 @@ def fork(
 ) -> tuple[BlockPool, BlockTable, Int32[Array, ""]]:
     """Makes row s share all blocks of row parents[s], for every s with parents[s] != s; all rows or none.
 
-    Nothing is copied: the first write into a shared, partially filled block copies it (append_tokens).
+    A reparent() that overwrites no tokens.
 
     Args:
         pool, table: may be donated.
@@ -214,20 +214,51 @@ def fork(
         (pool, table, status): ROW_IN_USE if a child row holds tokens, ROW_EMPTY if a parent holds none or is no row.
     """
     _check_rows("parents", parents, table)
-    num_rows = parents.shape[0]
-    child = parents != jnp.arange(num_rows, dtype=jnp.int32)
-    known = (parents >= 0) & (parents < num_rows)
-    parent_lens = jnp.where(known, table.seq_lens[jnp.where(known, parents, 0)], 0)
-    in_use = jnp.any(child & (table.seq_lens > 0))
-    empty = jnp.any(child & (parent_lens == 0))
-    status = jnp.where(in_use, Status.ROW_IN_USE, jnp.where(empty, Status.ROW_EMPTY, Status.OK)).astype(jnp.int32)
+    row = jnp.arange(parents.shape[0], dtype=jnp.int32)
+    in_use = jnp.any((parents != row) & (table.seq_lens > 0))
+    # Past the last row there is no parent; reparent() would empty the child.
+    wanted = jnp.where(parents < parents.shape[0], parents, -1)
+    pool, table, status = reparent(pool, table, jnp.where(in_use, row, wanted))
+    return pool, table, jnp.where(in_use, Status.ROW_IN_USE, status).astype(jnp.int32)
 
-    copied = child & (status == Status.OK)
-    ids = jnp.where(copied[None, :, None], table.block_ids[:, jnp.where(known, parents, 0)], table.block_ids)
-    added = (copied[None, :, None] & (ids != NULL_BLOCK)).astype(jnp.int32)
-    pool = replace(pool, ref_count=pool.ref_count.at[ids].add(added))
-    table = replace(table, block_ids=ids, seq_lens=jnp.where(copied, parent_lens, table.seq_lens))
-    return pool, table, status
+
+@typed
+def reparent(
+    pool: BlockPool, table: BlockTable, parents: Int32[Array, " S"]
+) -> tuple[BlockPool, BlockTable, Int32[Array, ""]]:
+    """Gives every row s what row parents[s] held before the call: the step of a beam search; all rows or none.
+
+    One permutation of table rows, with repetitions: [0, 0, 2, 1] makes row 1 share the blocks of row 0, moves row 1 to
+    row 3 and gives up what row 3 held. Nothing is copied: the first write into a shared, partially filled block copies
+    it (append_tokens). Blocks that nobody holds any more return to the pool in the order of a release of their rows.
+
+    Args:
+        pool, table: may be donated.
+        parents: int32 [S]; parents[s] == s leaves row s alone, parents[s] == S (the number of rows) empties it.
+
+    Returns:
+        (pool, table, status): ROW_EMPTY if another row's parent holds no tokens or is not in 0 ... S.
+    """
+    _check_rows("parents", parents, table)
+    num_rows = parents.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    parent_lens = table.seq_lens.at[parents].get(mode="fill", fill_value=1)
+    allowed = (parents >= 0) & (parents <= num_rows) & (parent_lens > 0)
+    ok = jnp.all(allowed | (parents == row))
+    parents = jnp.where(ok, parents, row)
+
+    children = jnp.zeros_like(parents).at[parents].add(1, mode="drop")
+    # A row's blocks change their count once, by children - 1. Rows with children keep their own reference throughout,
+    # so that no count passes through 0.
+    pool, table = _cut(pool, table, jnp.where(children > 0, table.seq_lens, 0))
+    added = jnp.where(table.block_ids != NULL_BLOCK, jnp.maximum(children - 1, 0)[None, :, None], 0)
+    pool = replace(pool, ref_count=pool.ref_count.at[table.block_ids].add(added))
+    table = replace(
+        table,
+        block_ids=table.block_ids.at[:, parents].get(mode="fill", fill_value=NULL_BLOCK),
+        seq_lens=table.seq_lens.at[parents].get(mode="fill", fill_value=0),
+    )
+    return pool, table, jnp.where(ok, Status.OK, Status.ROW_EMPTY).astype(jnp.int32)
 
 
 @typed

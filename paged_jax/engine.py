@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from paged_jax.beam_engine import BeamSearcher
+from paged_jax.beam_search import BeamStepOutput
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig, cdiv, check_positive
 from paged_jax.decode import FinishReason, Forward, StepOutput
@@ -21,10 +23,10 @@ from paged_jax.inputs import (
     stop_token_ids,
     tokenize,
 )
-from paged_jax.outputs import RequestOutput, failed_output, finished_output
+from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output, finished_output
 from paged_jax.progress import Progress
 from paged_jax.runner import ModelRunner
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 from paged_jax.scheduler import Request, RunningRequest, plan_admissions, plan_prefill
 
 #: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
@@ -192,10 +194,7 @@ class LLM:
             ValueError: as many sampling_params as prompts were expected.
             RuntimeError: requests from add_request are unfinished.
         """
-        if self.has_unfinished_requests():
-            raise RuntimeError(
-                "generate() needs an idle engine: first call step() until has_unfinished_requests() is False"
-            )
+        self._check_idle("generate()")
         prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         if isinstance(sampling_params, Sequence):
             if len(sampling_params) != len(prompts):
@@ -224,6 +223,54 @@ class LLM:
             self.abort_all()
             raise
         return [done[i] for i in ids]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Finds the most likely continuations of every prompt.
+
+        What is searched is what transformers' generate(num_beams=k, early_stopping=False) searches. A prompt takes
+        beam_width rows; prompts run together as far as rows and blocks suffice for their longest, the others after
+        them. The program of a new beam_width is compiled at its first use, not by warmup().
+
+        Args:
+            prompts: as for generate().
+            params: for all prompts.
+            use_tqdm: show a progress bar (if tqdm is installed).
+
+        Returns:
+            One BeamSearchOutput per prompt, in the order given. A prompt that cannot be served, or whose beams outgrow
+            the pool, fails alone: its `error` says why.
+
+        Raises:
+            ValueError: beam_width exceeds max_num_seqs, or what the vocabulary allows.
+            RuntimeError: requests from add_request are unfinished; a beam search shares the engine with no others.
+        """
+        self._check_idle("beam_search()")
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        searcher = BeamSearcher(
+            params=params,
+            runner=self._runner,
+            config=self.cache_config,
+            tokenizer=self.tokenizer,
+            eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            watch=self._count_blocks,
+        )
+        done = {}
+        try:
+            with Progress(len(prompts), enabled=use_tqdm) as progress:
+                for search in searcher.run(prompts):
+                    done[search.index] = searcher.output(search)
+                    progress.update(done[search.index])
+        except BaseException:
+            self.abort_all()
+            raise
+        self.num_free_blocks = self._runner.num_free_blocks
+        return [done[i] for i in range(len(prompts))]
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queues a request.
@@ -282,8 +329,7 @@ class LLM:
                 f"{Status(int(output.status))!r} with {int(output.num_free)} free blocks and {len(self._running)} "
                 "running requests; this is a bug"
             )
-        self.num_free_blocks = int(output.num_free)
-        self.peak_blocks = max(self.peak_blocks, self.cache_config.num_blocks - 1 - int(output.min_free))
+        self._count_blocks(output)
         return list(self._commit(output))
 
     def abort_all(self) -> None:
@@ -310,6 +356,16 @@ class LLM:
     def kv_cache_usage(self) -> float:
         """Share of the pool's blocks that are in use, 0 ... 1, after the last step."""
         return 1 - self.num_free_blocks / (self.cache_config.num_blocks - 1)
+
+    def _check_idle(self, caller: str) -> None:
+        if self.has_unfinished_requests():
+            raise RuntimeError(
+                f"{caller} needs an idle engine: first call step() until has_unfinished_requests() is False"
+            )
+
+    def _count_blocks(self, output: StepOutput | BeamStepOutput) -> None:
+        self.num_free_blocks = int(output.num_free)
+        self.peak_blocks = max(self.peak_blocks, self.cache_config.num_blocks - 1 - int(output.min_free))
 
     def _prefill(self, chunk: Sequence[tuple[RunningRequest, int]]) -> StepOutput:
         chunks = []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.config import CacheConfig
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 from paged_jax.scheduler import Request
 
 #: A text, {"prompt": text}, or {"prompt_token_ids": [int, ...]}.
@@ -68,7 +68,7 @@ def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tupl
     return stop
 
 
-def max_new_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
+def max_new_tokens(params: SamplingParams | BeamSearchParams, num_prompt_tokens: int, max_model_len: int) -> int:
     """Tokens that the request may generate: max_tokens, or less where the model's length ends before.
 
     Raises:

@@ -52,6 +52,42 @@ class RequestOutput:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BeamSequence:
+    """One sequence that a beam search found.
+
+    Attributes:
+        token_ids: generated tokens; an end-of-sequence token that ended it is the last one.
+        text: the generated text, without the prompt; "" without a tokenizer.
+        cumulative_logprob: sum of the log-probabilities of token_ids.
+        score: cumulative_logprob / number of tokens ** length_penalty.
+        finish_reason: "stop" (an end-of-sequence token) or "length".
+    """
+
+    token_ids: list[int]
+    text: str
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchOutput:
+    """The result of one prompt's beam search.
+
+    Attributes:
+        prompt: the text, if the prompt was text.
+        prompt_token_ids: the prompt's tokens; empty if it failed before it had any.
+        outputs: beam_width sequences, best score first; fewer if fewer have a probability above 0, none after an error.
+        error: why this prompt failed alone, None if it did not.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[BeamSequence]
+    error: Exception | None = None
+
+
 def finished_output(
     request: Request, token_ids: list[int], finish: FinishReason, tokenizer: Any | None
 ) -> RequestOutput:

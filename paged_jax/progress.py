@@ -1,6 +1,6 @@
-"""The progress bar of `LLM.generate`, with the look that users of other engines know."""
+"""The progress bar of `LLM.generate` and `LLM.beam_search`, with the look that users of other engines know."""
 
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import BeamSearchOutput, RequestOutput
 
 
 class Progress:
@@ -23,7 +23,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, output: RequestOutput | BeamSearchOutput) -> None:
         """Counts one finished request."""
         if self._bar is None:
             return

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.batch import build_ragged_batch
+from paged_jax.beam_search import BeamState, BeamStepOutput, beam_search_many
 from paged_jax.block_pool import Status
 from paged_jax.block_table import append_tokens
 from paged_jax.config import CacheConfig, check_positive
@@ -79,7 +80,7 @@ class ModelRunner:
         self._state = init_state(cache_config, max_stop_token_ids=MAX_STOP_TOKEN_IDS)
         # The host's copy of the row parameters: written when a request gets its row, copied into each plan.
         self._rows = jax.tree.map(lambda x: np.array(x), self._state.rows)
-        self._programs: dict[tuple[str, int], Any] = {}
+        self._programs: dict[tuple[str | int, ...], Any] = {}
         self.vocab_size = check_contract(forward, params, self._state, implementation)
         if vocab_size is not None:
             check_positive("LLM", vocab_size=vocab_size)
@@ -140,6 +141,17 @@ class ModelRunner:
     def decode(self, num_active: int) -> StepOutput:
         """Runs up to decode_steps steps of the `num_active` active rows."""
         return self._run(self._program("decode", bucket_for(num_active, self.row_buckets)))
+
+    def search(self, beams: BeamState) -> tuple[BeamState, BeamStepOutput]:
+        """Runs up to decode_steps steps of beam searches; one program per shape of `beams`."""
+        key = ("search", *beams.last_token.shape, beams.eos_token_ids.shape[1])
+        if key not in self._programs:
+            static = self._static | {"num_steps": self._decode_steps}
+            lowered = beam_search_many.lower(self._forward, self.params, self._state, beams, **static)
+            self._programs[key] = _compile(lowered, "decode", beams.last_token.size)
+        self._state, *result = self._programs[key](self.params, self._state, beams)
+        beams, output = jax.device_get(result)
+        return beams, output
 
     def reset(self) -> None:
         """Empties every row that the device holds, whatever was interrupted before the host heard of it."""

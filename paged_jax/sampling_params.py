@@ -1,4 +1,4 @@
-"""How one request is sampled and when it stops: `SamplingParams`, validated on the host."""
+"""How requests are continued and when they stop: `SamplingParams` and `BeamSearchParams`, validated on the host."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 MAX_INT32 = 2**31 - 1
 MAX_TEMPERATURE = 1e6  # all tokens are equally likely long before; keeps the quotient inside float32
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LENGTH_PENALTY = 4.0  # the length to this power stays inside float32, whatever the length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,39 @@ class SamplingParams:
             "max_tokens": _int_or_none("max_tokens", self.max_tokens, 1, MAX_INT32, "None fills the context"),
             "detokenize": _bool("detokenize", self.detokenize),
             "skip_special_tokens": _bool("skip_special_tokens", self.skip_special_tokens),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Parameters of a beam search with vLLM's names and defaults; frozen and hashable.
+
+    Attributes:
+        beam_width: sequences that are followed, and returned, per prompt.
+        max_tokens: tokens to generate at most, at least 1.
+        length_penalty: sequences are ranked by cumulative log-probability / length ** length_penalty, in [-4, 4]; above
+            0 it favours long sequences.
+        ignore_eos: go on after an end-of-sequence token.
+
+    Raises:
+        ValueError: a value of the wrong type or out of its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        """Validates and stores plain Python values, so that equal parameters have equal hashes."""
+        low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        values = {
+            "beam_width": _int_in("beam_width", self.beam_width, 1, MAX_INT32, "1 is greedy search"),
+            "max_tokens": _int_in("max_tokens", self.max_tokens, 1, MAX_INT32, "a beam search must end"),
+            "length_penalty": _float_in("length_penalty", self.length_penalty, low, high, "0 ignores the length"),
+            "ignore_eos": _bool("ignore_eos", self.ignore_eos),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -28,6 +28,7 @@ def jitted(block_pool, block_table) -> SimpleNamespace:
         check_invariants=block_table.check_invariants,
         append=jax.jit(block_table.append_tokens, static_argnames="max_new_tokens"),
         fork=jax.jit(block_table.fork),
+        reparent=jax.jit(block_table.reparent),
         truncate=jax.jit(block_table.truncate),
         release=jax.jit(block_table.release),
         slots_of=jax.jit(block_table.slots_of),
@@ -97,6 +98,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         children = data.draw(st.sets(st.sampled_from(empty), min_size=1, max_size=2))
         self._fork([parent if row in children else row for row in rows])
 
+    @rule(data=st.data(), any_row=st.booleans())
+    def beam_step(self, data, any_row):
+        """Mostly children of live rows, in any multiplicity; sometimes emptied rows and parents that cannot be."""
+        live = [r for r in range(NUM_ROWS) if self.plain.tokens[r]]
+        choices = st.sampled_from([*live, *live, NUM_ROWS] if live and not any_row else range(-1, NUM_ROWS + 2))
+        self._reparent([data.draw(choices | st.just(row)) for row in range(NUM_ROWS)])
+
     @rule(cuts=st.lists(st.integers(-1, 5), min_size=NUM_ROWS, max_size=NUM_ROWS))
     def truncate(self, cuts):
         lens = [len(t) - c for t, c in zip(self.plain.tokens, cuts, strict=True)]
@@ -120,6 +128,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def _fork(self, parents):
         self._run(
             lambda p: p.fork(parents), lambda: self.manager.fork(self.pool, self.table, jnp.array(parents, jnp.int32))
+        )
+
+    def _reparent(self, parents):
+        self._run(
+            lambda p: p.reparent(parents),
+            lambda: self.manager.reparent(self.pool, self.table, jnp.array(parents, jnp.int32)),
         )
 
     def _truncate(self, lens):

@@ -75,6 +75,29 @@ class PlainBlockManager:
                 for block in group[row]:
                     self.refs[block] += 1
 
+    def reparent(self, parents: list[int]) -> None:
+        """Every row takes its parent's blocks; then all old rows are released, one by one, tail first."""
+        for row, parent in enumerate(parents):
+            if parent != row and not (0 <= parent < self.num_rows and self.tokens[parent]) and parent != self.num_rows:
+                raise Refused("ROW_EMPTY")
+        old = [list(group) for group in self.blocks]
+        held = [*self.tokens, []]
+        self.tokens = [list(held[parent]) for parent in parents]
+        for group, rows in zip(self.blocks, old, strict=True):
+            group[:] = [[*[*rows, []][parent]] for parent in parents]
+            for ids in group:
+                for block in ids:
+                    self.refs[block] += 1
+        for row in range(self.num_rows):
+            for rows in old:
+                for block in reversed(rows[row]):
+                    self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self.free.append(block)
+
     def truncate(self, lens: list[int]) -> None:
         if any(not 0 <= n <= len(t) for n, t in zip(lens, self.tokens, strict=True)):
             raise Refused("BAD_LENGTH")
@@ -82,10 +105,7 @@ class PlainBlockManager:
             self.tokens[row] = self.tokens[row][:length]
             for group in self.blocks:
                 while (len(group[row]) - 1) * self.block_size >= length and group[row]:
-                    block = group[row].pop()
-                    self.refs[block] -= 1
-                    if self.refs[block] == 0:
-                        self.free.append(block)
+                    self._drop(group[row].pop())
 
     def release(self, rows: list[bool]) -> None:
         if any(chosen and not t for chosen, t in zip(rows, self.tokens, strict=True)):

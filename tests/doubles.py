@@ -78,12 +78,12 @@ def _dense(params, token_ids):
     return _norm(x, params["norm"]["weight"]) @ params["embedding"].T
 
 
-def dense_logits(token_ids) -> np.ndarray:
+def dense_logits(token_ids, params=None) -> np.ndarray:
     """Logits [T, V] after each token, without any cache. Padded to a few lengths: causality makes padding harmless."""
     size = max(16, 1 << (len(token_ids) - 1).bit_length())
     padded = np.zeros(size, np.int32)
     padded[: len(token_ids)] = token_ids
-    return np.asarray(_dense(tiny_params(), padded))[: len(token_ids)]
+    return np.asarray(_dense(tiny_params() if params is None else params, padded))[: len(token_ids)]
 
 
 @functools.cache

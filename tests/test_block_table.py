@@ -19,12 +19,14 @@ from paged_jax.block_table import (
     init,
     num_blocks_needed,
     release,
+    reparent,
     slots_of,
     truncate,
 )
 
 append = jax.jit(append_tokens, static_argnames="max_new_tokens")
 fork_rows, cut_rows, release_rows = jax.jit(fork), jax.jit(truncate), jax.jit(release)
+beam_step = jax.jit(reparent)
 
 
 def manager(num_usable, block_size=4, num_rows=4, width=None, num_groups=1):
@@ -227,6 +229,30 @@ def test_fork_then_append_copies_the_partial_block_and_shares_the_full_one():
     assert (appended.copy_src[0].tolist(), appended.copy_dst[0].tolist()) == ([2, 0, 0, 0], [3, 0, 0, 0])
 
 
+def test_reparent_shares_moves_and_gives_up_as_in_the_example():
+    pool, table, _ = grow(*manager(9), r0=6, r1=5, r2=4, r3=9)  # blocks 1 2 | 3 4 | 5 | 6 7 8
+    pool, table, status = beam_step(pool, table, jnp.array([0, 0, 2, 1], jnp.int32))
+    check_invariants(pool, table)
+    assert int(status) == Status.OK
+    assert [blocks(table, r) for r in range(4)] == [[1, 2], [1, 2], [5], [3, 4]]
+    assert table.seq_lens.tolist() == [6, 6, 4, 5]
+    pool, table, appended = grow(pool, table, r0=1, r1=1)
+    assert (appended.copy_src[0].tolist(), appended.copy_dst[0].tolist()) == ([2, 0, 0, 0], [9, 0, 0, 0])
+    pool, table, _ = beam_step(pool, table, jnp.array([4, 4, 4, 2], jnp.int32))
+    check_invariants(pool, table)
+    assert [blocks(table, r) for r in range(4)] == [[], [], [], [5]]
+    queue = np.asarray(pool.free_queue)[(int(pool.head) + np.arange(int(pool.count))) % 10]
+    assert queue.tolist() == [8, 7, 6, 9, 2, 1, 4, 3]  # row by row, tails first, a shared block at its last owner
+
+
+@pytest.mark.parametrize("parents", [[0, 1, -1, 3], [0, 1, 5, 3], [0, 2, 2, 3]])
+def test_reparent_to_a_row_that_holds_nothing_is_refused_bit_equal(parents):
+    pool, table, _ = grow(*manager(9), r0=6, r1=5)
+    after_pool, after_table, status = beam_step(pool, table, jnp.array(parents, jnp.int32))
+    assert int(status) == Status.ROW_EMPTY
+    chex.assert_trees_all_equal((after_pool, after_table), (pool, table))
+
+
 def test_fork_at_a_block_boundary_copies_nothing():
     pool, table, _ = grow(*manager(6), r0=8)
     pool, table, _ = fork_rows(pool, table, jnp.array([0, 0, 2, 3], jnp.int32))
@@ -292,7 +318,9 @@ def test_release_many_rows_at_once_equals_one_by_one():
     chex.assert_trees_all_equal(together, pool)
 
 
-@pytest.mark.parametrize("operation", [fork, truncate, lambda p, t, x: append_tokens(p, t, x, max_new_tokens=1)])
+@pytest.mark.parametrize(
+    "operation", [fork, reparent, truncate, lambda p, t, x: append_tokens(p, t, x, max_new_tokens=1)]
+)
 def test_operations_with_an_entry_for_one_row_only_are_refused(operation):
     """An array of length 1 would broadcast to all rows."""
     with pytest.raises(ValueError, match="one for each row"):
@@ -325,8 +353,9 @@ def test_all_operations_under_vmap_equal_one_by_one():
         pool, table, forked = fork(pool, table, jnp.array([1, 1, 2], jnp.int32))
         pool, table, again = append_tokens(pool, table, jnp.array([2, 1, 0], jnp.int32), max_new_tokens=2)
         pool, table, cut = truncate(pool, table, table.seq_lens // 2)
+        pool, table, moved = reparent(pool, table, jnp.array([1, 3, 1], jnp.int32))
         pool, table, freed = release(pool, table, jnp.array([True, False, False]))
-        return pool, table, appended, again, forked, cut, freed
+        return pool, table, appended, again, forked, cut, moved, freed
 
     lengths = jnp.arange(1, 13, dtype=jnp.int32)
     together, one_by_one = jax.jit(jax.vmap(run))(lengths), jax.jit(run)
@@ -335,12 +364,15 @@ def test_all_operations_under_vmap_equal_one_by_one():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of older versions copies counts when rows are released")
-def test_decode_bookkeeping_copies_nothing_of_the_pools_size():
+@pytest.mark.parametrize("is_beam_step", [False, True])
+def test_decode_bookkeeping_copies_nothing_of_the_pools_size(is_beam_step):
     """A copy of the queue or of the counts would make a step's cost grow with the pool."""
 
     def steps(pool, table):
         def step(_, state):
             pool, table, _ = append_tokens(*state, jnp.ones(8, jnp.int32), max_new_tokens=1)
+            if is_beam_step:
+                return reparent(pool, table, table.seq_lens % 9)[:2]
             return release(pool, table, table.seq_lens > 20)[:2]
 
         return jax.lax.fori_loop(0, 4, step, (pool, table))

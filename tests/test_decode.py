@@ -16,8 +16,10 @@ from paged_jax import (
     PrefillPlan,
     RowParams,
     Status,
+    beam_search_many,
     decode_many,
     decode_step,
+    init_beams,
     init_state,
     prefill_step,
     release_rows,
@@ -309,12 +311,16 @@ def program(kind, num_usable=256, max_blocks_per_seq=64):
     state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq)
     if kind == "decode_many":
         lowered = decode_many.lower(TINY, tiny_params(), state, num_steps=4)
+    elif kind == "beam_search_many":
+        tokens = jnp.ones(2, jnp.int32)
+        beams = init_beams(tokens, tokens, beam_width=4, eos_token_ids=tokens)
+        lowered = beam_search_many.lower(TINY, tiny_params(), state, beams, num_steps=4)
     else:
         lowered = prefill_step.lower(TINY, tiny_params(), state, plan_of({0: [1]}))
     return state, lowered.compile()
 
 
-@pytest.mark.parametrize("kind", ["decode_many", "prefill_step"])
+@pytest.mark.parametrize("kind", ["decode_many", "prefill_step", "beam_search_many"])
 def test_compiled_step_updates_the_cache_in_place(kind):
     state, compiled = program(kind)
     memory = compiled.memory_analysis()
@@ -326,7 +332,7 @@ def test_compiled_step_updates_the_cache_in_place(kind):
     assert memory.temp_size_in_bytes < layer_bytes
 
 
-@pytest.mark.parametrize("kind", ["decode_many", "prefill_step"])
+@pytest.mark.parametrize("kind", ["decode_many", "prefill_step", "beam_search_many"])
 def test_compiled_step_copies_no_pool_shaped_array(kind):
     state, compiled = program(kind)
     shape = "f32[" + ",".join(map(str, state.cache.k[0].shape)) + "]"
@@ -335,8 +341,9 @@ def test_compiled_step_copies_no_pool_shaped_array(kind):
     assert [line for line in text.splitlines() if re.search(r" copy(-start)?\(", line) and shape in line] == []
 
 
-def test_compiled_step_asks_the_host_nothing():
-    text = program("decode_many")[1].as_text()
+@pytest.mark.parametrize("kind", ["decode_many", "beam_search_many"])
+def test_compiled_step_asks_the_host_nothing(kind):
+    text = program(kind)[1].as_text()
     assert "callback" not in text
     assert "outfeed" not in text
 

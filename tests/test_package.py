@@ -72,6 +72,29 @@ def test_example_decode_loop_runs_to_the_end():
     assert lines[2] == "63 blocks free"
 
 
+def test_example_beam_search_prints_the_beams_best_first():
+    result = run("-m", "examples.beam_search")
+    assert result.returncode == 0, result.stderr
+    *beams, occupancy = result.stdout.splitlines()
+    scores = [float(line.split("score ")[1]) for line in beams]
+    assert scores == [*sorted(scores[:4], reverse=True), *sorted(scores[4:], reverse=True)]
+    assert len(scores) == 8
+    used, unshared = map(int, re.findall(r"\d+", occupancy))
+    assert used < unshared
+
+
+def test_memory_benchmark_without_beams_counts_what_paging_saves(tmp_path):
+    output = tmp_path / "memory.json"
+    arguments = "--beam-widths --num-samples 2 --block-sizes 8 32 --num-requests 12 --num-rows 4 --max-model-len 512"
+    result = run("benchmarks/memory.py", *arguments.split(), "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    for traffic in json.loads(output.read_text())["traffic"].values():
+        small, large = (traffic["by_block_size"][size] for size in ("8", "32"))
+        assert 0 < small["waste_percent"]["paged"] < large["waste_percent"]["paged"]
+        assert large["waste_percent"]["paged"] < large["waste_percent"]["contiguous"]
+        assert 50 > small["parallel_sampling"]["2"]["saved"] > large["parallel_sampling"]["2"]["saved"] > 0
+
+
 def test_engine_works_with_64_bit_types_enabled_and_without_a_compilation_cache():
     code = (
         "import jax; jax.config.update('jax_enable_x64', True)\n"

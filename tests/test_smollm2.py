@@ -12,7 +12,7 @@ import pytest
 from doubles import AuditedLLM
 
 from models.load import load_model
-from paged_jax import CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
+from paged_jax import BeamSearchParams, CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
 from paged_jax.config import cdiv
 
 pytestmark = [
@@ -22,6 +22,7 @@ pytestmark = [
     ),
 ]
 REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json").read_text())["prompts"]
+BEAMS = json.loads((Path(__file__).parent / "data" / "smollm2_beams.json").read_text())["rows"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 LENGTH = 320
 
@@ -76,6 +77,24 @@ def test_greedy_ids_of_each_prompt_alone_equal_the_reference(model):
     for p in REFERENCE:
         outputs = llm.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
         assert_equals_reference(outputs, [p])
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beams_equal_the_reference(model, width):
+    """Sequences exactly, scores to the five digits recorded; two waves or more."""
+    llm = engine(model, 16, 1, 4)
+    rows = [r for r in BEAMS if r["beam_width"] == width]
+    rows += rows[: -len(rows) % 2]
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=rows[0]["max_new_tokens"], length_penalty=rows[0]["length_penalty"]
+    )
+    outputs = llm.beam_search([r["prompt"] for r in rows], params, use_tqdm=False)
+    for output, row in zip(outputs, rows, strict=True):
+        assert output.prompt_token_ids == row["prompt_ids"]
+        assert [s.token_ids for s in output.outputs] == row["sequences"]
+        np.testing.assert_allclose([s.score for s in output.outputs], row["scores"], atol=3e-5)
+        assert output.outputs[0].text == row["text"]
+    assert llm.is_whole
 
 
 @pytest.mark.parametrize("name", ["story", "chat_long"])
