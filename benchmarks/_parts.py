@@ -29,6 +29,7 @@ from benchmarks._workers import claim_stdout
 #: A part yields what it measures, one by one, as (name, function that does it).
 Part = collections.abc.Iterator[tuple[str, collections.abc.Callable[[], dict[str, typing.Any]]]]
 _START_SECONDS = 60  # that a worker may take to import JAX and to open the device
+_GRACE_S = 30  # for the measurement under way when the time is up
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "flax", "torch", "flashinfer-python")
 _RESULTS = ROOT / "benchmarks/results"
 
@@ -71,8 +72,8 @@ def run(module: str, parts: list[str], *, budget_s: float, silence_s: float, see
             break
         finished = _run_worker(command, left, report, end, silence_s, variables)
         if finished == 0:
-            report["failures"][left[0]] = report["failures"].get(left[0], "the worker did not start: see its messages")
-            finished = 1
+            report["failures"] |= dict.fromkeys(left, "the worker did not start: see its messages")
+            break
         left = left[finished:]
     return report
 
@@ -94,10 +95,12 @@ def _run_worker(command, parts, report: Report, end: float, silence_s: float, va
         failure = "the worker ended with status {status}, see its messages"
         while True:
             try:
-                line = lines.get(timeout=patience)
+                left = max(1.0, end + _GRACE_S - time.monotonic())
+                line = lines.get(timeout=min(patience, left))
             except queue.Empty:
                 worker.kill()
-                current, failure = current or "start", f"silent for {patience:.0f} s, killed"
+                why = "the time was up" if left < patience else f"silent for {patience:.0f} s"
+                current, failure = current or "start", f"killed, {why}"
                 break
             if not line:
                 break

@@ -89,17 +89,20 @@ def test_parts_survive_errors_hangs_and_crashes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "some_worker.py").write_text(WORKER)
     monkeypatch.setattr(_parts, "_START_SECONDS", 20)
-    options = {"silence_s": 1.5, "seed": 0, "is_dry": False}
+    options = {"silence_s": 4, "seed": 0, "is_dry": False}
     report = _parts.run("some_worker", list("abcdef"), budget_s=100, **options)
     names = [(m["part"], m["name"], "error" in m) for m in report["measurements"]]
     fine = [("a", "fine", False), ("a", "wrong", True), ("a", "fine", False), ("b", "fine", False)]
     assert names == [*fine, ("d", "lost", True), ("e", "fine", False), ("f", "fine", False)]
     assert list(report["failures"]) == ["b", "c", "d", "e"]
-    assert report["failures"]["b"].startswith("hang: silent for")
+    assert report["failures"]["b"].startswith("hang: killed, silent for")
     assert "status 7" in report["failures"]["c"]
     assert report["failures"]["e"] == "KeyError: 'inputs'"
     assert report["skipped"] == []
     assert _parts.run("some_worker", ["a", "f"], budget_s=0, **options)["skipped"] == ["a", "f"]
+    monkeypatch.setattr(_parts, "_GRACE_S", 1.0)
+    report = _parts.run("some_worker", ["b", "f"], budget_s=8, **(options | {"silence_s": 50}))
+    assert (report["failures"], report["skipped"]) == ({"b": "hang: killed, the time was up"}, ["f"])
     assert list(_parts.run("no_such_module", ["a", "f"], budget_s=9, **options)["failures"]) == ["a", "f"]
 
 
