@@ -2,8 +2,8 @@
 
 One program takes one tile of queries of one row and one kv head: 128 rows, which are the heads of the group times the
 tokens of the tile, in two compute warpgroups; a third warpgroup brings K and V through a ring in shared memory. Tiles
-lie on the multiples of 8 of the packed queries, so that the queries need no padding; only the rows' own lines are
-stored. Tiles of keys wholly in the past of all queries are not masked.
+lie on the multiples of 8 of the packed queries, so that the rows need no padding; only the rows' own lines are stored.
+Tiles of keys wholly in the past of all queries are not masked.
 """
 
 import functools
@@ -507,6 +507,7 @@ def paged_prefill(
     )
     _check(p, capability)
     work = prefill_work(query_start_loc, seq_lens, num_tokens=num_tokens, tile=p.query_tile)
+    query = jnp.pad(query, ((0, -num_tokens % 8), (0, 0), (0, 0)))  # TMA takes only arrays that end with a whole tile
     operands = [query, key_cache, value_cache, block_tables, work]
     if p.is_quantised:
         operands += [k_scale, v_scale]

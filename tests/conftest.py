@@ -1,10 +1,10 @@
 """Settings for all tests: strict JAX, deterministic Hypothesis."""
 
+import importlib.util
 from pathlib import Path
 
 import jax
 import pytest
-from hypothesis import HealthCheck, settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Many tests build engines with equal programs: compile each of them once.
@@ -12,10 +12,20 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-settings.register_profile(
-    "default", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True
-)
-settings.load_profile("default")
+# GPU machines have neither Hypothesis nor pytest-timeout, and tests/gpu needs none.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "default", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True
+    )
+    settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Makes the setting `timeout` known where its plugin is missing: unknown settings are errors."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds that a test may take, if pytest-timeout is installed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,4 +33,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpu = jax.default_backend() == "gpu"
     for item in items:
         if "gpu" in item.keywords and not has_gpu:
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU; the default backend is {jax.default_backend()}"))
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: JAX's default backend is {jax.default_backend()}"))

@@ -1,6 +1,6 @@
 """A whole engine on the Mosaic kernels in the interpreter, and the kernels that move K and V.
 
-`python -m interpreted_model`, in a process of its own: see test_kernels.py.
+`python -m interpreted_model`, in a process of its own: see test_kernels.py. gpu/gpu_cases.py runs the same on a GPU.
 """
 
 import jax
@@ -26,19 +26,20 @@ CONFIG = LlamaConfig(
 )
 
 
-def check_moves() -> None:
+def check_moves(*, interpret: bool) -> None:
     rng = np.random.default_rng(0)
     num_blocks, block_size, line = 12, 16, (2, 64)
     k_pool, v_pool = (jnp.asarray(rng.normal(size=(num_blocks, block_size, *line)), jnp.bfloat16) for _ in "kv")
     k, v = (jnp.asarray(rng.normal(size=(21, *line)), jnp.bfloat16) for _ in "kv")
     slots = np.zeros(21, np.int32)
     slots[:18] = rng.permutation((num_blocks - 1) * block_size)[:18] + block_size
-    written = move_kv.write_kv(k_pool, v_pool, k, v, jnp.asarray(slots), interpret=True)
+    written = move_kv.write_kv(k_pool, v_pool, k, v, jnp.asarray(slots), interpret=interpret)
     for old, new, lines in zip((k_pool, v_pool), written, (k, v), strict=True):
         expected = np.array(old).reshape(-1, *line)
         expected[slots[:18]] = np.asarray(lines)[:18]
         np.testing.assert_array_equal(np.asarray(new).reshape(-1, *line), expected)
-    copied = move_kv.copy_blocks(k_pool, v_pool, jnp.array([3, 5, 0]), jnp.array([7, 2, 0]), interpret=True)
+    pairs = jnp.array([3, 5, 0]), jnp.array([7, 2, 0])
+    copied = move_kv.copy_blocks(k_pool, v_pool, *pairs, interpret=interpret)
     for old, new in zip((k_pool, v_pool), copied, strict=True):
         expected = np.array(old)
         expected[[7, 2]] = expected[[3, 5]]
@@ -65,16 +66,21 @@ def generate(implementation: str) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in outputs]
 
 
-def main() -> None:
-    check_moves()
-    # On a CPU the name alone is refused; the interpreter is for tests, so they put it in.
-    attention._mosaic_gpu = lambda *pools, interpret, **given: paged_attention_mosaic_gpu(
-        *pools, **given, interpret=True
-    )
+def check_engine() -> None:
+    """The kernels give the tokens of the oracle."""
     expected = generate("reference")
     actual = generate("mosaic_gpu")
     assert len({tuple(t) for t in expected}) == 2, "the prompts must give different texts"
     assert actual == expected, f"{actual} is not {expected}"
+
+
+def main() -> None:
+    check_moves(interpret=True)
+    # On a CPU the name alone is refused; the interpreter is for tests, so they put it in.
+    attention._mosaic_gpu = lambda *pools, interpret, **given: paged_attention_mosaic_gpu(
+        *pools, **given, interpret=True
+    )
+    check_engine()
     kernel_cases.assert_no_races()
 
 

@@ -140,7 +140,8 @@ def kernel(case: KernelCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         "sliding_window": shape.sliding_window,
         "logits_soft_cap": shape.logits_soft_cap,
     }
-    query = array(NUM_ROWS if is_decode else NUM_PREFILL_TOKENS, n, h)
+    # No multiple of 8, of which TMA's tiles consist.
+    query = array(NUM_ROWS if is_decode else NUM_PREFILL_TOKENS - 3, n, h)
     traced = jax.jit(lambda *args, **kwargs: run(*args, **kwargs, **options)).trace(
         query, pool, pool, **arrays, k_scale=scale, v_scale=scale
     )
