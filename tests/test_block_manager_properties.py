@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 SOAK_EXAMPLES = int(os.environ.get("SOAK_EXAMPLES", "2000"))
 SETTINGS = settings(max_examples=60, stateful_step_count=40)
 #: For planted bugs: no shrinking, the first failure is enough.
-HUNT = settings(max_examples=150, stateful_step_count=60, phases=[Phase.generate])
+HUNT = settings(max_examples=700, stateful_step_count=60, phases=[Phase.generate])
 
 #: A digest of 2 bits: everything collides.
 WEAK_DIGEST = ("digest", "[place] * (before + sums)", "[place] * (before + sums) & jnp.array([[3, 0]], jnp.uint32)")
