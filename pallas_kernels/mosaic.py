@@ -5,6 +5,8 @@ primitive, the function here that wraps it says so.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,81 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import warpgroup_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.reference import MASK_VALUE
+
 LOG2E = math.log2(math.e)  # scores are kept in units of log2, for which the chip has an instruction
 QUERY_DTYPES = ("bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # By chip: shared memory that one program can have, and multiprocessors.
 SHARED_MEMORY_BYTES = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 NUM_CORES = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is static in an attention kernel."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: Any
+    cache_dtype: Any
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    has_sinks: bool
+    interpret: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: jax.Array,
+        key_cache: jax.Array,
+        *,
+        scale: float | None,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+        sinks: jax.Array | None,
+        interpret: bool,
+        **more: Any,
+    ):
+        """The problem of a call; `more` are the fields of a subclass.
+
+        Raises:
+            NotImplementedError: no Mosaic kernel takes it.
+        """
+        check_supported(query, key_cache, interpret=interpret)
+        return cls(
+            num_heads=query.shape[1],
+            num_kv_heads=key_cache.shape[2],
+            head_dim=query.shape[2],
+            block_size=key_cache.shape[1],
+            dtype=query.dtype,
+            cache_dtype=key_cache.dtype,
+            scale=1.0 / math.sqrt(query.shape[2]) if scale is None else scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            has_sinks=sinks is not None,
+            interpret=interpret,
+            **more,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether K and V are 8-bit numbers with scales."""
+        return self.cache_dtype != self.dtype
+
+    def sink_rows(self, sinks: jax.Array, repeats: int, num_rows: int) -> jax.Array:
+        """Sinks [N] in units of log2 by kv head and row of its tile, each head `repeats` rows: float32[K, num_rows]."""
+        by_head = jnp.maximum(sinks.astype(jnp.float32) * LOG2E, MASK_VALUE).reshape(self.num_kv_heads, self.group)
+        by_row = jnp.repeat(by_head, repeats, axis=1)
+        return jnp.pad(by_row, ((0, 0), (0, num_rows - by_row.shape[1])), constant_values=MASK_VALUE)
 
 
 def compute_capability(interpret: bool) -> tuple[int, int]:

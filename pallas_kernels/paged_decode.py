@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.combine import combine, row_lse
-from pallas_kernels.mosaic import LOG2E, columns_to, rows_to
+from pallas_kernels.mosaic import columns_to, rows_to
 from pallas_kernels.reference import MASK_VALUE
 from pallas_kernels.work_list import HIGH, IS_FIRST, LOW, NUM_CHUNKS, ROW, TOKEN, decode_work
 
@@ -52,30 +52,10 @@ class Config:
             )
 
 
-class _Problem(NamedTuple):
-    """What is static in one kernel."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Problem(mosaic.Problem):
     config: Config
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: Any
-    cache_dtype: Any
-    scale: float
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    has_sinks: bool
     use_tma: bool
-    interpret: bool
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def is_quantised(self) -> bool:
-        return self.cache_dtype != self.dtype
 
     @property
     def piece(self) -> int:
@@ -399,23 +379,16 @@ def paged_decode(
     Raises:
         NotImplementedError: the kernel does not take this shape, dtype or chip.
     """
-    mosaic.check_supported(query, key_cache, interpret=interpret)
     capability = mosaic.compute_capability(interpret)
     config = config or default_config(key_cache, interpret=interpret)
-    num_heads, head_dim = query.shape[1:]
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    p = _Problem(
+    p = _Problem.of(
+        query,
+        key_cache,
         config=config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=query.dtype,
-        cache_dtype=key_cache.dtype,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
-        has_sinks=sinks is not None,
+        sinks=sinks,
         use_tma=capability >= (9, 0),
         interpret=interpret,
     )
@@ -435,24 +408,22 @@ def paged_decode(
     if p.is_quantised:
         operands += [k_scale, v_scale]
     if sinks is not None:
-        by_head = jnp.maximum(sinks.astype(jnp.float32) * LOG2E, MASK_VALUE).reshape(num_kv_heads, p.group)
-        padding = ((0, 0), (0, p.tile_rows - p.group))
-        operands.append(jnp.pad(by_head, padding, constant_values=MASK_VALUE))
+        operands.append(p.sink_rows(sinks, 1, p.tile_rows))
     num_items = work.items.shape[0]
     partial_out, partial_lse = plgpu.kernel(
         functools.partial(_decode_kernel, p),
         out_type=[
-            jax.ShapeDtypeStruct((num_items, num_heads, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_items, num_kv_heads, p.tile_rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, p.num_heads, p.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, p.num_kv_heads, p.tile_rows), jnp.float32),
         ],
-        grid=(num_items, num_kv_heads),
+        grid=(num_items, p.num_kv_heads),
         grid_names=("item", "kv_head"),
         scratch_types=_scratch(p),
         kernel_name="paged_decode",
         interpret=mosaic.interpret_params(interpret),
     )(*operands, out)
     combine(work, partial_out, partial_lse, out, interpret=interpret)
-    return row_lse(work, partial_lse, num_heads, has_sinks=p.has_sinks)
+    return row_lse(work, partial_lse, p.num_heads, has_sinks=p.has_sinks)
 
 
 def default_config(key_cache: jax.Array, *, interpret: bool = False) -> Config:

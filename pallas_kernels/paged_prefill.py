@@ -47,29 +47,9 @@ class Config:
             )
 
 
-class _Problem(NamedTuple):
-    """What is static in one kernel."""
-
+@dataclass(frozen=True, kw_only=True)
+class _Problem(mosaic.Problem):
     config: Config
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: Any
-    cache_dtype: Any
-    scale: float
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    has_sinks: bool
-    interpret: bool
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def is_quantised(self) -> bool:
-        return self.cache_dtype != self.dtype
 
     @property
     def query_tile(self) -> int:
@@ -487,39 +467,30 @@ def paged_prefill(
     Raises:
         NotImplementedError: the kernel does not take this shape, dtype or chip.
     """
-    mosaic.check_supported(query, key_cache, interpret=interpret)
     capability = mosaic.compute_capability(interpret)
-    num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    p = _Problem(
+    p = _Problem.of(
+        query,
+        key_cache,
         config=config or default_config(key_cache),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=query.dtype,
-        cache_dtype=key_cache.dtype,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
+        scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
-        has_sinks=sinks is not None,
+        sinks=sinks,
         interpret=interpret,
     )
     _check(p, capability)
+    num_tokens = query.shape[0]
     work = prefill_work(query_start_loc, seq_lens, num_tokens=num_tokens, tile=p.query_tile)
     query = jnp.pad(query, ((0, -num_tokens % 8), (0, 0), (0, 0)))  # TMA takes only arrays that end with a whole tile
     operands = [query, key_cache, value_cache, block_tables, work]
     if p.is_quantised:
         operands += [k_scale, v_scale]
     if sinks is not None:
-        by_head = jnp.maximum(sinks.astype(jnp.float32) * LOG2E, MASK_VALUE).reshape(num_kv_heads, p.group)
-        by_row = jnp.repeat(by_head, p.query_tile, axis=1)
-        padding = ((0, 0), (0, 2 * _ROWS - by_row.shape[1]))
-        operands.append(jnp.pad(by_row, padding, constant_values=MASK_VALUE).reshape(num_kv_heads, 2, _ROWS))
+        operands.append(p.sink_rows(sinks, p.query_tile, 2 * _ROWS).reshape(-1, 2, _ROWS))
     (lse,) = plgpu.kernel(
         functools.partial(_prefill_kernel, p),
-        out_type=[jax.ShapeDtypeStruct((work.shape[0], num_kv_heads, 2, _ROWS), jnp.float32)],
-        grid=(work.shape[0], num_kv_heads),
+        out_type=[jax.ShapeDtypeStruct((work.shape[0], p.num_kv_heads, 2, _ROWS), jnp.float32)],
+        grid=(work.shape[0], p.num_kv_heads),
         grid_names=("tile", "kv_head"),
         num_threads=3,
         thread_name="warpgroup",
@@ -527,8 +498,7 @@ def paged_prefill(
         kernel_name="paged_prefill",
         interpret=mosaic.interpret_params(interpret),
     )(*operands, out)
-    lse = _token_lse(p, work, lse, num_tokens)
-    return lse
+    return _token_lse(p, work, lse, num_tokens)
 
 
 def default_config(key_cache: jax.Array) -> Config:
