@@ -46,12 +46,30 @@ def slices_of_packed_arrays_equal_copies() -> None:
         np.testing.assert_array_equal(np.asarray(sliced, np.float32), np.asarray(copied, np.float32))
 
 
+def block_ids_past_the_last_block_repeat_it() -> None:
+    """The interpreter does not notice an id outside of the pool: the bound is checked by itself."""
+    from pallas_kernels.mosaic import block_ids
+
+    last = 300
+    for block_size in (8, 16, 24, 128):
+        columns = np.arange(64)
+        table = jnp.asarray(np.where(columns <= last // block_size, columns + 7, -1)[None], jnp.int32)
+        for start in range(0, 512, 64):
+            where = jnp.int32(0), jnp.int32(last), jnp.int32(start)
+            ids = block_ids(table, *where, num_tokens=64, block_size=block_size)
+            pieces = np.arange(start, start + 64, 64 // len(ids))
+            np.testing.assert_array_equal(np.asarray(ids), np.minimum(pieces // block_size, last // block_size) + 7)
+    nothing = block_ids(table, jnp.int32(0), jnp.int32(-1), jnp.int32(0), num_tokens=64, block_size=16)
+    assert set(map(int, nothing)) == {7}
+
+
 FAULTS = {
     f.__name__: f
     for f in (
         fp16_values_of_twenty_over_8192_tokens_stay_finite,
         scores_of_minus_half_a_million_still_give_the_value,
         slices_of_packed_arrays_equal_copies,
+        block_ids_past_the_last_block_repeat_it,
     )
 }
 

@@ -68,77 +68,84 @@ def test_mosaic_moves_kv_and_decodes_a_model_in_the_interpreter():
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-# (what is broken, file, source, what replaces it, the case that must notice)
+# (what is broken, file, source, what replaces it, the module and case that must notice)
 CONTROLS = [
     (
         "decode does not wait for K and V",
         "paged_decode.py",
         "        plgpu.barrier_wait(refs.barriers[which].at[lax.rem(step, p.config.num_stages)])",
         "        pass",
-        "decode_g3_h64",
+        ("kernel_cases", "decode_g3_h64"),
     ),
     (
         "decode fills a place that is still read",
         "paged_decode.py",
         "    later = step + p.config.num_stages - 1\n",
         "    later = step + p.config.num_stages\n",
-        "decode_one_chunk_three_stages",
+        ("kernel_cases", "decode_one_chunk_three_stages"),
     ),
     (
         "decode without a tail mask",
         "paged_decode.py",
         "    live = position < item.seq_len\n",
         "    live = position < item.seq_len + 1\n",
-        "decode_g3_h64",
+        ("kernel_cases", "decode_g3_h64"),
     ),
     (
         "decode leaves dead V as it is",
         "paged_decode.py",
         "    pl.when(is_edge)(lambda",
         "    pl.when(is_edge & False)(lambda",
-        "decode_g3_h64",
+        ("kernel_cases", "decode_g3_h64"),
     ),
     (
         "partial results combined without their weights",
         "combine.py",
         "weight = jnp.exp2(lse(chunk) - highest)",
         "weight = jnp.float32(1)",
-        "decode_g3_h64",
+        ("kernel_cases", "decode_g3_h64"),
     ),
     (
         "prefill does not wait until the ring is free",
         "paged_prefill.py",
         "    pl.when(step >= p.config.num_stages)(",
         "    pl.when(step < 0)(",
-        "mixed_g3_h64",
+        ("kernel_cases", "mixed_g3_h64"),
     ),
     (
         "prefill stores before the output is committed",
         "paged_prefill.py",
         "            plgpu.commit_smem()\n            _store_tile(",
         "            _store_tile(",
-        "mixed_g3_h64",
+        ("kernel_cases", "mixed_g3_h64"),
     ),
     (
         "prefill sees one token of the future",
         "paged_prefill.py",
         "    live = column <= rows_to(shape, last)\n",
         "    live = column <= rows_to(shape, last + 1)\n",
-        "mixed_g3_h64",
+        ("kernel_cases", "mixed_g3_h64"),
     ),
     (
         "prefill leaves dead V as it is",
         "paged_prefill.py",
         "    return jnp.where(live, values, jnp.zeros_like(values))",
         "    return values",
-        "mixed_g3_h64",
+        ("kernel_cases", "mixed_g3_h64"),
     ),
     (
         "prefill stores a line of its neighbour",
         "paged_prefill.py",
         "jnp.minimum(end, piece + p.query_piece)",
         "jnp.minimum(end + 1, piece + p.query_piece)",
-        "mixed_g3_h64",
+        ("kernel_cases", "mixed_g3_h64"),
+    ),
+    (
+        "block ids from dead entries of the table",
+        "mosaic.py",
+        "tables[row, jnp.minimum(column, last_column)]",
+        "tables[row, column]",
+        ("kernel_faults", "block_ids_past_the_last_block_repeat_it"),
     ),
 ]
 
@@ -152,29 +159,13 @@ def test_control_broken_kernel_fails_the_suite(file, line, bug, case, tmp_path):
     assert source.count(line) == 1, f"the line to break occurs {source.count(line)} times"
     (package / file).write_text(source.replace(line, bug))
     try:
-        result = run_interpreted("kernel_cases", case, root=tmp_path, timeout=120)
+        result = run_interpreted(*case, root=tmp_path, timeout=120)
     except subprocess.TimeoutExpired:
         return  # a hang is noticed too
     assert result.returncode != 0, "the broken kernel passed"
     assert any(word in result.stderr for word in ("AssertionError", "RACE", "Barrier", "barrier")), result.stderr[
         -2000:
     ]
-
-
-@needs_mosaic
-@pytest.mark.parametrize(("block_size", "num_tokens"), [(16, 64), (8, 64), (24, 64), (128, 64)])
-def test_block_ids_are_never_taken_from_dead_entries(block_size, num_tokens):
-    # The interpreter does not notice an id outside of the pool: the bound has a test of its own.
-    from pallas_kernels.mosaic import block_ids
-
-    table = jnp.asarray(np.where(np.arange(64) <= (last := 300) // block_size, np.arange(64) + 7, -1)[None], jnp.int32)
-    for start in range(0, 512, num_tokens):
-        ids = block_ids(
-            table, jnp.int32(0), jnp.int32(last), jnp.int32(start), num_tokens=num_tokens, block_size=block_size
-        )
-        pieces = np.arange(start, start + num_tokens, num_tokens // len(ids))
-        np.testing.assert_array_equal(np.asarray(ids), np.minimum(pieces // block_size, last // block_size) + 7)
-    assert int(block_ids(table, jnp.int32(0), jnp.int32(-1), jnp.int32(0), num_tokens=64, block_size=16)[3]) == 7
 
 
 def test_decode_work_covers_every_tile_once_in_even_chunks():
