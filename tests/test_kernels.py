@@ -33,8 +33,24 @@ def run_interpreted(*command: str, root: Path = ROOT, timeout: float = 400) -> s
     )
 
 
+#: Cases that add a shape, and nothing else, to what the others exercise: they run with the soak.
+ONLY_SHAPES = {
+    "decode_g1_h80_bs64_f16",
+    "decode_g5_h96_bs24",
+    "decode_g16_h128_bs128",
+    "decode_g7_h64_bs32_edges",
+    "decode_mma_h80_e5m2",
+    "decode_edges_many_chunks",
+    "mixed_g5_h96_bs24",
+    "mixed_g8_h256_bs8",
+    "mixed_g16_h128_bs128",
+    "mixed_fp8_edges",
+}
+NAMES = [pytest.param(name, marks=[pytest.mark.soak] * (name in ONLY_SHAPES)) for name in kernel_cases.CASES]
+
+
 @needs_mosaic
-@pytest.mark.parametrize("name", kernel_cases.CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_mosaic_kernel_in_the_interpreter_equals_the_oracle_without_races(name):
     result = run_interpreted("kernel_cases", name)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -65,7 +65,9 @@ def assert_equals_reference(outputs, reference):
 
 # Every block size, chunk and number of steps of the claim, in as few engines as cover them: a program takes long to
 # compile.
-@pytest.mark.parametrize(("block_size", "chunk", "decode_steps"), [(4, 7, 32), (64, 512, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "decode_steps"), [(4, 7, 32), pytest.param(64, 512, 1, marks=pytest.mark.soak)], ids=str
+)
 def test_greedy_ids_of_all_prompts_together_equal_the_reference(model, block_size, chunk, decode_steps):
     llm = engine(model, block_size, chunk, decode_steps)
     outputs = llm.generate([p["prompt"] for p in REFERENCE], GREEDY, use_tqdm=False)
