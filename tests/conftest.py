@@ -1,6 +1,8 @@
 """Settings for all tests: strict JAX, deterministic Hypothesis."""
 
+import gc
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -20,6 +22,14 @@ if importlib.util.find_spec("hypothesis") is not None:
         "default", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True
     )
     settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_executables() -> Iterator[None]:
+    """Every executable takes several memory mappings, of which a process may have 65530: beyond, XLA crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
