@@ -20,7 +20,8 @@ from benchmarks.gpu_gate.cases import ControlCase, KernelCase, ProgramCase, case
 from benchmarks.gpu_gate.targets import CHIPS
 from models.llama import LlamaConfig, LlamaForward, RopeScaling, abstract_params
 from paged_jax.config import CacheConfig
-from paged_jax.decode import PrefillPlan, decode_many, init_state, prefill_step
+from paged_jax.decode import decode_many, prefill_step
+from paged_jax.state import PrefillPlan, init_state
 from pallas_kernels.shapes import MODEL_SHAPES
 
 NUM_BLOCKS = 9001  # a prime: no other array has this length
@@ -92,6 +93,7 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
             num_new_tokens=jax.ShapeDtypeStruct((NUM_ROWS,), jnp.int32),
             is_last=jax.ShapeDtypeStruct((NUM_ROWS,), bool),
             rows=state.rows,
+            parents=jax.ShapeDtypeStruct((NUM_ROWS,), jnp.int32),
         )
         traced = prefill_step.trace(forward, params, state, _on(sharding, plan), implementation=case.implementation)
     cache_bytes = _num_bytes(state.cache)
@@ -100,7 +102,7 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         "cache_bytes": cache_bytes,
         "state_bytes": _num_bytes(state),
         "layer_bytes": cache_bytes // layers,
-        "pool_shapes": [list(state.cache.k[0].shape), [NUM_BLOCKS]],
+        "pool_shapes": sorted({x.shape for x in jax.tree.leaves(state) if max(x.shape, default=0) >= NUM_BLOCKS}),
     }
 
 
