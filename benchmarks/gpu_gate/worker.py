@@ -102,7 +102,7 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         "cache_bytes": cache_bytes,
         "state_bytes": _num_bytes(state),
         "layer_bytes": cache_bytes // layers,
-        "pool_shapes": sorted({x.shape for x in jax.tree.leaves(state) if max(x.shape, default=0) >= NUM_BLOCKS}),
+        "pool_shapes": sorted({x.shape for x in jax.tree.leaves(state) if NUM_BLOCKS in x.shape}),
     }
 
 
