@@ -31,7 +31,7 @@ class Case:
         dtype: of the queries. cache_dtype: of K and V, None = the same.
         has_sinks: attention sinks.
         spare_columns: table columns that no row needs.
-        decode, prefill: fields of the kernels' Configs that differ from the default.
+        decode: fields of paged_decode's Config that differ from the default.
     """
 
     shape: AttentionShape
@@ -43,7 +43,6 @@ class Case:
     has_sinks: bool = False
     spare_columns: int = 3
     decode: dict | None = None
-    prefill: dict | None = None
 
 
 def _decode_lens(block_size: int) -> tuple[int, ...]:
@@ -181,15 +180,13 @@ def check(case: Case, run) -> float:
 
 def mosaic(case: Case, *, interpret: bool):
     """The Mosaic kernels as `check` calls them."""
-    from pallas_kernels import paged_decode, paged_prefill
+    from pallas_kernels import paged_decode
     from pallas_kernels.mosaic_gpu import paged_attention_mosaic_gpu
 
     def run(**arguments):
         pool = arguments["key_cache"]
         decode = replace(paged_decode.default_config(pool, interpret=interpret), **case.decode or {})
-        prefill = replace(paged_prefill.default_config(pool), **case.prefill or {})
-        configs = {"decode_config": decode, "prefill_config": prefill}
-        return paged_attention_mosaic_gpu(**arguments, **configs, interpret=interpret)
+        return paged_attention_mosaic_gpu(**arguments, decode_config=decode, interpret=interpret)
 
     return run
 
