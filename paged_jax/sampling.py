@@ -88,11 +88,8 @@ def sample(
             f"vocab_size must be in [1, {logits.shape[1]}], the number of logits of a row, got {vocab_size}; "
             "pass the tokenizer's vocabulary size, without padding."
         )
-    logits = _mask_padding(logits.astype(jnp.float32), vocab_size)
-    # XLA:CPU's maximum may lose a NaN; +inf cannot get lost.
-    row_max = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=1)
-    is_finite = jnp.isfinite(row_max)
-    row_max = jnp.where(is_finite, row_max, 0.0)
+    logits = mask_padding(logits.astype(jnp.float32), vocab_size)
+    row_max, is_finite = row_maximum(logits)
     is_random = (state.temperature >= GREEDY_TEMPERATURE) & is_finite
 
     greedy_ids = jnp.where(is_finite, _first_index_of(logits, row_max), 0)
@@ -104,7 +101,29 @@ def sample(
     return token_ids, is_finite
 
 
-def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+def row_maximum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest of each row `[R]`, 0 for a row that is not finite, and is_finite `[R]` (see `sample`)."""
+    # XLA:CPU's maximum may lose a NaN; +inf cannot get lost.
+    row_max = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=1)
+    is_finite = jnp.isfinite(row_max)
+    return jnp.where(is_finite, row_max, 0.0), is_finite
+
+
+def filtered_logits(logits: jax.Array, state: SamplingState) -> jax.Array:
+    """The logits `[R, V]` float32 whose softmax random rows draw from: tempered, -inf where a filter drops the token.
+
+    Greedy rows keep theirs, as in vLLM.
+    """
+    row_max, is_finite = row_maximum(logits)
+    is_random = (state.temperature >= GREEDY_TEMPERATURE) & is_finite
+    temperature = jnp.where(is_random, state.temperature, 1.0)
+    threshold = filter_threshold(logits, row_max, temperature, is_random, state)
+    threshold = jnp.where(is_random, threshold, -jnp.inf)
+    return jnp.where(logits >= threshold[:, None], logits / temperature[:, None], -jnp.inf)
+
+
+def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """-inf in the columns from `vocab_size` on."""
     if logits.shape[1] == vocab_size:
         return logits
     token = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
