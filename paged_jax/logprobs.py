@@ -1,7 +1,7 @@
 """Log-probabilities of drawn tokens and of prompt tokens, and of the most likely alternatives.
 
-"raw" is the log-softmax of the model's logits; "processed" that of what the token was drawn from: after the rules of the
-request, temperature and filters. Both are float32.
+"raw" is the log-softmax of the model's logits; "processed" that of what the token was drawn from: after the rules of
+the request, temperature and filters. Both are float32.
 """
 
 from collections.abc import Sequence
@@ -89,25 +89,32 @@ def token_logprobs(
         mode: static, what ranks the tokens.
         has_top: bool [], False: nobody looks at top_ids and top_logprobs; they are 0.
     """
-    raw, processed = jax.nn.log_softmax(raw_logits), jax.nn.log_softmax(processed_logits)
-    chosen = jnp.clip(token_ids, 0, raw.shape[1] - 1)[:, None]
-    of_raw, of_processed = (jnp.take_along_axis(x, chosen, axis=1)[:, 0] for x in (raw, processed))
-    by, of = (raw, of_raw) if mode == "raw" else (processed, of_processed)
+    # Ranked by logits: distinct ones may have log-probabilities that round to the same float.
+    by = raw_logits if mode == "raw" else processed_logits
+    chosen = jnp.clip(token_ids, 0, by.shape[1] - 1)[:, None]
     none = init_logprobs(len(token_ids))
     top_ids, top_logprobs = lax.cond(has_top, _most_likely, lambda _: (none.top_ids, none.top_logprobs), by)
     return TokenLogprobs(
-        raw=of_raw,
-        processed=of_processed,
-        rank=jnp.sum(by >= of[:, None], axis=1, dtype=jnp.int32),
+        raw=_logprobs(raw_logits, chosen)[:, 0],
+        processed=_logprobs(processed_logits, chosen)[:, 0],
+        rank=jnp.sum(by >= jnp.take_along_axis(by, chosen, axis=1), axis=1, dtype=jnp.int32),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )
 
 
-def _most_likely(logprobs: Array) -> tuple[Array, Array]:
-    missing = max(0, MAX_LOGPROBS - logprobs.shape[1])
-    values, ids = lax.top_k(jnp.pad(logprobs, ((0, 0), (0, missing)), constant_values=-jnp.inf), MAX_LOGPROBS)
-    return ids, values
+def _logprobs(logits: Array, token_ids: Array) -> Array:
+    """Log-softmax of `logits [R, V]` at `token_ids [R, n]`."""
+    shifted = logits - jnp.max(logits, axis=1, keepdims=True)
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=1, keepdims=True))
+    return jnp.take_along_axis(shifted, token_ids, axis=1) - log_sum
+
+
+def _most_likely(logits: Array) -> tuple[Array, Array]:
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    _, ids = lax.top_k(logits, count)
+    missing = ((0, 0), (0, MAX_LOGPROBS - count))
+    return jnp.pad(ids, missing), jnp.pad(_logprobs(logits, ids), missing, constant_values=-jnp.inf)
 
 
 def logprobs_of(
@@ -121,7 +128,7 @@ def logprobs_of(
         tokenizer: for decoded_token, if any.
     """
     own = (tokens.raw if mode == "raw" else tokens.processed)[index]
-    entries = [(token_id, own, tokens.rank[index])]
+    entries: list[tuple[Any, Any, Any]] = [(token_id, own, tokens.rank[index])]
     top_ids, top_logprobs = tokens.top_ids[index], tokens.top_logprobs[index]
     entries += zip(top_ids[:num_top], top_logprobs[:num_top], range(1, num_top + 1), strict=True)
     return {

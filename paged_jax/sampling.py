@@ -110,16 +110,16 @@ def row_maximum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def filtered_logits(logits: jax.Array, state: SamplingState) -> jax.Array:
-    """The logits `[R, V]` float32 whose softmax random rows draw from: tempered, -inf where a filter drops the token.
+    """Logits `[R, V]` float32 whose softmax random rows draw from: tempered, -inf where a filter drops the token.
 
-    Greedy rows keep theirs, as in vLLM.
+    They are shifted so that each row's largest is 0. Greedy rows keep all tokens, at temperature 1, as in vLLM.
     """
     row_max, is_finite = row_maximum(logits)
     is_random = (state.temperature >= GREEDY_TEMPERATURE) & is_finite
     temperature = jnp.where(is_random, state.temperature, 1.0)
     threshold = filter_threshold(logits, row_max, temperature, is_random, state)
     threshold = jnp.where(is_random, threshold, -jnp.inf)
-    return jnp.where(logits >= threshold[:, None], logits / temperature[:, None], -jnp.inf)
+    return jnp.where(logits >= threshold[:, None], (logits - row_max[:, None]) / temperature[:, None], -jnp.inf)
 
 
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:

@@ -233,7 +233,7 @@ def _token_ids(name: str, value: Any, max_len: int) -> tuple[int, ...]:
         raise ValueError(f"{name} must be a list of token ids, got {_short(value)} of type {type(value).__name__}.")
     if len(value) > max_len:
         raise ValueError(f"{name} may hold at most {max_len} token ids, got {len(value)}; shorten the list.")
-    if set(map(type, value)) == {int} and 0 <= min(value) and max(value) <= MAX_INT32:
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_INT32:
         return tuple(value)  # the quick way for a long list
     return tuple(_int_in(name, token, 0, MAX_INT32, "token ids start at 0") for token in value)
 

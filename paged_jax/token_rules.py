@@ -2,8 +2,8 @@
 
 A rule looks at nothing but the request's parameters and its tokens so far, which the row keeps as one history: no
 counts or other state to carry along when a request is preempted, swapped or forked. Rows without rules cost nothing:
-the caller asks `any_rules` first. What a row's tables hold is used only where the row's parameters say so, so that those
-of a former owner never act.
+the caller asks `has_rules` first. What a row's tables hold is used only where the row's parameters say so, so that
+those of a former owner never act.
 
 The formulas are those of vLLM, which took frequency and presence penalty from OpenAI's API and the repetition penalty
 from CTRL (arXiv 1909.05858, section 4.1).
@@ -235,7 +235,9 @@ def _penalise(logits: Array, row: Array, params: RuleParams, history: Array, len
     is_output = is_token & (position >= params.num_prompt_tokens[:, None])
 
     def count(chosen: Array) -> Array:
-        return jnp.zeros(logits.shape, jnp.int32).at[row, jnp.where(chosen, history, logits.shape[1])].add(1, mode="drop")
+        return (
+            jnp.zeros(logits.shape, jnp.int32).at[row, jnp.where(chosen, history, logits.shape[1])].add(1, mode="drop")
+        )
 
     num_seen, num_generated = count(is_token), count(is_output)
     factor = jnp.where(num_seen > 0, params.repetition_penalty[:, None], 1.0)
