@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from paged_jax.logprobs import LogprobsMode, TokenLogprobs, init_logprobs, token_logprobs
-from paged_jax.sampling import SamplingState, filtered_logits, mask_padding, row_maximum, sample
+from paged_jax.sampling import SamplingState, draw, filtered_logits, mask_padding, row_maximum
 from paged_jax.token_rules import RuleParams, RuleTables, apply_rules, has_rules
 
 
@@ -60,44 +60,26 @@ def next_tokens(
         vocab_size: static.
         logprobs_mode: static, what ranks the most likely tokens.
     """
-    wants_logprobs = takes_part & (num_logprobs >= 0)
+    raw = mask_padding(logits.astype(jnp.float32), vocab_size)
     obeys = takes_part & has_rules(rules, num_remaining)
 
-    def plain(logits: Array) -> NextTokens:
-        token_ids, is_finite = sample(logits, sampling, lengths, vocab_size=vocab_size)
-        return NextTokens(
-            token_ids=token_ids,
-            is_finite=is_finite,
-            has_token=jnp.ones_like(is_finite),
-            logprobs=init_logprobs(len(rows)),
-        )
+    def obey(raw: Array) -> tuple[Array, Array]:
+        given = {"lengths": lengths, "num_remaining": num_remaining, "stop_token_ids": stop_token_ids}
+        return apply_rules(raw, rules, tables, rows, **given), row_maximum(raw)[1]
 
-    def full(logits: Array) -> NextTokens:
-        raw = mask_padding(logits.astype(jnp.float32), vocab_size)
-        _, is_finite = row_maximum(raw)
-        allowed = apply_rules(
-            raw,
-            rules,
-            tables,
-            rows,
-            lengths=lengths,
-            num_remaining=num_remaining,
-            stop_token_ids=stop_token_ids,
-        )
-        token_ids, has_token = sample(allowed, sampling, lengths, vocab_size=vocab_size)
+    allowed, model_is_finite = lax.cond(jnp.any(obeys), obey, lambda raw: (raw, obeys), raw)
+    draws = draw(allowed, sampling, lengths)
+    is_finite = jnp.where(obeys, model_is_finite, draws.is_finite)
 
-        def with_logprobs() -> TokenLogprobs:
-            has_top = jnp.any(takes_part & (num_logprobs > 0))
-            processed = filtered_logits(allowed, sampling)
-            return token_logprobs(raw, processed, token_ids, mode=logprobs_mode, has_top=has_top)
+    def with_logprobs() -> TokenLogprobs:
+        processed = filtered_logits(allowed, sampling, draws.threshold)
+        has_top = jnp.any(takes_part & (num_logprobs > 0))
+        return token_logprobs(raw, processed, draws.token_ids, mode=logprobs_mode, has_top=has_top)
 
-        logprobs = lax.cond(jnp.any(wants_logprobs), with_logprobs, lambda: init_logprobs(len(rows)))
-        return NextTokens(
-            token_ids=jnp.where(is_finite, token_ids, 0),
-            is_finite=is_finite,
-            has_token=has_token | ~is_finite,
-            logprobs=logprobs,
-        )
-
-    # One conditional around everything: a row without options runs the very program of an engine without options.
-    return lax.cond(jnp.any(obeys | wants_logprobs), full, plain, logits)
+    wants_logprobs = jnp.any(takes_part & (num_logprobs >= 0))
+    return NextTokens(
+        token_ids=jnp.where(is_finite, draws.token_ids, 0),
+        is_finite=is_finite,
+        has_token=draws.is_finite | ~is_finite,
+        logprobs=lax.cond(wants_logprobs, with_logprobs, lambda: init_logprobs(len(rows))),
+    )

@@ -26,8 +26,8 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 def bad_word_sequences(bad_words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """The token sequences that must not be generated: of each word as it is, and as it is after a space.
 
-    The one after a space counts if it is as long and begins with another token, as in vLLM: longer ones end with what
-    is forbidden anyway.
+    vLLM takes the one after a space only if both have as many tokens; here a word is also forbidden where it is one
+    token after a space and several without.
 
     Raises:
         ValueError: no tokenizer, it fails, or a word has no token or more than MAX_BAD_SEQUENCE_TOKENS.
@@ -44,8 +44,8 @@ def _spellings(word: str, tokenizer: Any) -> Iterator[tuple[int, ...]]:
             f"bad_words: {word[:80]!r} has {len(plain)} tokens; a bad word must have 1 ... {MAX_BAD_SEQUENCE_TOKENS}"
         )
     yield plain
-    if len(spaced) == len(plain) and spaced[0] != plain[0]:
-        yield spaced
+    if spaced[-len(plain) :] != plain and len(spaced) <= MAX_BAD_SEQUENCE_TOKENS:
+        yield spaced  # else it ends with what is forbidden anyway
 
 
 def _encode(text: str, tokenizer: Any) -> tuple[int, ...]:
