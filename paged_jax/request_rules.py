@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import MAX_INT32, SamplingParams
 from paged_jax.token_rules import MAX_BAD_SEQUENCE_TOKENS
 
 
@@ -58,4 +57,4 @@ def _encode(text: str, tokenizer: Any) -> tuple[int, ...]:
 
 def first_stop(params: SamplingParams, max_tokens: int) -> int:
     """RuleParams.first_stop of a request that may generate `max_tokens` tokens in all."""
-    return max_tokens - params.min_tokens if params.min_tokens else np.iinfo(np.int32).max
+    return max_tokens - params.min_tokens if params.min_tokens else MAX_INT32
