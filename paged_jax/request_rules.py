@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-
 from paged_jax.sampling_params import MAX_INT32, SamplingParams
 from paged_jax.token_rules import MAX_BAD_SEQUENCE_TOKENS
 
