@@ -5,7 +5,7 @@ the request, temperature and filters. Both are float32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -118,27 +118,27 @@ def _most_likely(logits: Array) -> tuple[Array, Array]:
 
 
 def logprobs_of(
-    tokens: TokenLogprobs, index: Any, token_id: int, num_top: int, *, mode: LogprobsMode, tokenizer: Any = None
+    tokens: TokenLogprobs, index: Any, token_id: int, num_top: int, mode: LogprobsMode
 ) -> dict[int, Logprob]:
     """The entry of one token in vLLM's form: the token itself, then the `num_top` most likely ones (host).
 
     Args:
         tokens: on the host.
         index: of the token in them.
-        tokenizer: for decoded_token, if any.
     """
     own = (tokens.raw if mode == "raw" else tokens.processed)[index]
     entries: list[tuple[Any, Any, Any]] = [(token_id, own, tokens.rank[index])]
     top_ids, top_logprobs = tokens.top_ids[index], tokens.top_logprobs[index]
     entries += zip(top_ids[:num_top], top_logprobs[:num_top], range(1, num_top + 1), strict=True)
+    return {int(token): Logprob(logprob=float(value), rank=int(rank)) for token, value, rank in entries}
+
+
+def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
+    """The entry with the text of each token alone (host)."""
     return {
-        int(token): Logprob(logprob=float(value), rank=int(rank), decoded_token=_text(tokenizer, int(token)))
-        for token, value, rank in entries
+        token: replace(logprob, decoded_token=tokenizer.decode([token], skip_special_tokens=False))
+        for token, logprob in entry.items()
     }
-
-
-def _text(tokenizer: Any, token_id: int) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def cumulative_logprob(entries: Sequence[dict[int, Logprob]], token_ids: Sequence[int]) -> float:

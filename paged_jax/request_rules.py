@@ -54,6 +54,13 @@ def _encode(text: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in getattr(encoded, "ids", encoded))
 
 
+def needs_tables(params: SamplingParams) -> bool:
+    """Whether the request has rules that look at RuleTables."""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    has_list = bool(params.logit_bias or params.bad_words) or params.allowed_token_ids is not None
+    return has_list or penalties != (0.0, 0.0, 1.0)
+
+
 def first_stop(params: SamplingParams, max_tokens: int) -> int:
     """RuleParams.first_stop of a request that may generate `max_tokens` tokens in all."""
     return max_tokens - params.min_tokens if params.min_tokens else MAX_INT32

@@ -163,7 +163,6 @@ def apply_rules(
     logits: Float32[Array, "R V"],
     params: RuleParams,
     tables: RuleTables,
-    rows: Int32[Array, " R"],
     *,
     lengths: Int32[Array, " R"],
     num_remaining: Int32[Array, " R"],
@@ -176,36 +175,33 @@ def apply_rules(
 
     Args:
         logits: of the R rows, padding columns included.
-        params: of the R rows.
-        tables: of all rows of the state.
-        rows: rows of the tables; past the end = padding.
+        params, tables: of the R rows.
         lengths: tokens of each row so far, prompt and generated.
         num_remaining: tokens that each row may still generate.
         stop_token_ids: tokens that end each row, padded with -1.
     """
-    take = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), tables)
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
     def when(chosen: Array, rule, logits: Array) -> Array:
         return lax.cond(jnp.any(chosen), lambda x: jnp.where(chosen[:, None], rule(x), x), lambda x: x, logits)
 
     def bias(x: Array) -> Array:
-        return x.at[row, take.bias_ids].add(take.bias_values, mode="drop")
+        return x.at[row, tables.bias_ids].add(tables.bias_values, mode="drop")
 
     def allow(x: Array) -> Array:
         token = jnp.arange(x.shape[1], dtype=jnp.int32)
-        words = take.allowed.at[:, token // 32].get(mode="fill", fill_value=0)
+        words = tables.allowed.at[:, token // 32].get(mode="fill", fill_value=0)
         bit = (words >> (token % 32).astype(jnp.uint32)[None]) & 1
         return jnp.where(bit == 1, x, -jnp.inf)
 
     def forbid_words(x: Array) -> Array:
-        return _forbid(x, row, _last_tokens(take.bad_words, take.history, params.num_prompt_tokens, lengths))
+        return _forbid(x, row, _last_tokens(tables.bad_words, tables.history, params.num_prompt_tokens, lengths))
 
     def forbid_stop(x: Array) -> Array:
         return _forbid(x, row, stop_token_ids)
 
     def penalise(x: Array) -> Array:
-        return _penalise(x, row, params, take.history, lengths)
+        return _penalise(x, row, params, tables.history, lengths)
 
     logits = when(params.has_allowed, allow, logits)
     logits = when(params.has_bias, bias, logits)
