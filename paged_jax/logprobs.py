@@ -134,7 +134,9 @@ def logprobs_of(
 
 
 def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
-    """The entry with the text of each token alone (host)."""
+    """The entry with the text of each token alone, if it has none yet (host)."""
+    if any(logprob.decoded_token is not None for logprob in entry.values()):
+        return entry
     return {
         token: replace(logprob, decoded_token=tokenizer.decode([token], skip_special_tokens=False))
         for token, logprob in entry.items()

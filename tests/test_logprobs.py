@@ -14,8 +14,8 @@ from paged_jax.logprobs import (
     cumulative_logprob,
     logprobs_of,
     token_logprobs,
+    with_text,
 )
-from paged_jax.next_token import next_tokens
 from paged_jax.sampling_params import MAX_LOGPROBS
 
 jit_logprobs = jax.jit(token_logprobs, static_argnames="mode")
@@ -35,13 +35,8 @@ def test_next_tokens_when_options_act_has_both_logprobs_of_the_token_it_draws(mo
     state = make_state(R, temperature=temperatures, **options)
     bias = ((3, 2.0), (50, -2.0))
     tables = tables_of([{"token_ids": [1], "logit_bias": bias}] * R)
-    arrays = {n: jnp.broadcast_to(jnp.asarray(v), (R,)) for n, v in
-              {"lengths": 1, "num_remaining": 6, "num_logprobs": 5, "takes_part": True}.items()}  # fmt: skip
-    got = jax.jit(next_tokens, static_argnames=("vocab_size", "logprobs_mode"))(
-        jnp.pad(jnp.asarray(logits), ((0, 0), (0, 31)), constant_values=99.0),  # padding columns win nothing
-        state, params_of(has_bias=True), tables, jnp.arange(R, dtype=jnp.int32), **arrays,
-        stop_token_ids=jnp.full((R, 4), -1, jnp.int32), vocab_size=V, logprobs_mode=mode,
-    )  # fmt: skip
+    padded = jnp.pad(jnp.asarray(logits), ((0, 0), (0, 31)), constant_values=99.0)  # padding columns win nothing
+    got = draw(padded, state, params_of(has_bias=True), tables, num_logprobs=5, mode=mode)
     biased = logits.copy()
     for token, value in bias:
         biased[:, token] += np.float32(value)
@@ -112,17 +107,17 @@ def test_logprobs_of_puts_the_token_first_even_if_it_is_unlikely():
         top_ids=np.array([[65, 66, 67], [66, 65, 67]]),
         top_logprobs=np.array([[-0.5, -1.0, -2.0], [-0.5, -0.75, -1.0]]),
     )
-    entries = [
-        logprobs_of(tokens, index, token, 2, mode="raw", tokenizer=ByteTokenizer())
-        for index, token in enumerate([90, 66])
-    ]
+    entries = [logprobs_of(tokens, index, token, 2, "raw") for index, token in enumerate([90, 66])]
     assert [{t: (e.logprob, e.rank, e.decoded_token) for t, e in entry.items()} for entry in entries] == [
-        {90: (-3.0, 9, "Z"), 65: (-0.5, 1, "A"), 66: (-1.0, 2, "B")},
-        {66: (-0.5, 1, "B"), 65: (-0.75, 2, "A")},
+        {90: (-3.0, 9, None), 65: (-0.5, 1, None), 66: (-1.0, 2, None)},
+        {66: (-0.5, 1, None), 65: (-0.75, 2, None)},
     ]
     assert cumulative_logprob(entries, [90, 66]) == -3.5
-    only = logprobs_of(tokens, 0, 90, 0, mode="processed")
-    assert [(t, e.logprob, e.decoded_token) for t, e in only.items()] == [(90, -1.0, None)]
+    only = logprobs_of(tokens, 0, 90, 0, "processed")
+    assert {t: e.logprob for t, e in only.items()} == {90: -1.0}
+    spelled = with_text(entries[0], ByteTokenizer())
+    assert {t: e.decoded_token for t, e in spelled.items()} == {90: "Z", 65: "A", 66: "B"}
+    assert with_text(spelled, None) is spelled  # it has its text
 
 
 def test_check_logprobs_mode_when_unknown_raises():

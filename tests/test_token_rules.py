@@ -11,6 +11,7 @@ from test_sampling import chi_square_is_plausible, make_state
 from paged_jax import token_rules
 from paged_jax.next_token import next_tokens
 from paged_jax.sampling_params import MAX_INT32, MAX_LOGIT_BIASES
+from paged_jax.state import RowParams
 from paged_jax.token_rules import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES
 
 V, L, R = 97, 40, 8
@@ -46,7 +47,6 @@ def apply(logits, params, rows, *, num_remaining=MAX_INT32):
             jnp.asarray(logits, jnp.float32),
             params,
             tables_of(rows),
-            jnp.arange(R, dtype=jnp.int32),
             lengths=jnp.asarray(lengths + [0] * (R - len(rows)), jnp.int32),
             num_remaining=jnp.broadcast_to(jnp.asarray(num_remaining, jnp.int32), (R,)),
             stop_token_ids=STOP,
@@ -93,7 +93,6 @@ def test_penalties_for_random_histories_equal_numpy():
         jnp.asarray(logits),
         params,
         tables,
-        jnp.arange(R, dtype=jnp.int32),
         lengths=jnp.asarray([len(r["token_ids"]) for r in rows], jnp.int32),
         num_remaining=jnp.full(R, MAX_INT32, jnp.int32),
         stop_token_ids=STOP,
@@ -111,9 +110,9 @@ def test_penalties_when_tokens_are_pushed_one_by_one_equal_those_of_the_whole_hi
     arguments = {"num_remaining": jnp.full(R, 9, jnp.int32), "stop_token_ids": STOP}
     for length in range(2, len(history) + 1):
         lengths = jnp.full(R, length, jnp.int32)
-        got = jit_apply(logits, params, tables, rows, lengths=lengths, **arguments)
+        got = jit_apply(logits, params, tables, lengths=lengths, **arguments)
         whole = tables_of([{"token_ids": history[:length]}] * R)
-        np.testing.assert_array_equal(got, jit_apply(logits, params, whole, rows, lengths=lengths, **arguments))
+        np.testing.assert_array_equal(got, jit_apply(logits, params, whole, lengths=lengths, **arguments))
         if length < len(history):
             target = rows.at[1].set(R)  # row 1 does not take part
             tables = token_rules.push_tokens(tables, target, lengths, jnp.full(R, history[length], jnp.int32))
@@ -215,11 +214,25 @@ FULL_ROW = {
 ROWS = jnp.arange(R, dtype=jnp.int32)
 
 
-def draw(logits, state, params, tables, *, num_logprobs=-1, **changes):
-    arguments = {"lengths": 30, "num_remaining": 6, "num_logprobs": num_logprobs, "takes_part": True} | changes
-    arrays = {n: jnp.broadcast_to(jnp.asarray(v), (R,)) for n, v in arguments.items()}
-    options = {"vocab_size": V, "logprobs_mode": "raw", "stop_token_ids": STOP}
-    return jit_next(jnp.asarray(logits), state, params, tables, ROWS, **arrays, **options)
+def rows_of(sampling, rules, *, num_remaining=6, num_logprobs=-1):
+    """RowParams of R rows."""
+    return RowParams(
+        sampling=sampling,
+        rules=rules,
+        num_remaining=jnp.full(R, num_remaining, jnp.int32),
+        stop_token_ids=STOP,
+        namespace=jnp.zeros(R, jnp.int32),
+        reserve=jnp.zeros(R, jnp.int32),
+        num_logprobs=jnp.broadcast_to(jnp.asarray(num_logprobs, jnp.int32), (R,)),
+    )
+
+
+def draw(logits, state, params, tables, *, num_logprobs=-1, takes_part=True, mode="raw"):
+    """next_tokens for rows of 30 tokens."""
+    rows = rows_of(state, params, num_logprobs=num_logprobs)
+    takes_part = jnp.broadcast_to(jnp.asarray(takes_part), (R,))
+    options = {"lengths": jnp.full(R, 30, jnp.int32), "takes_part": takes_part, "vocab_size": V, "logprobs_mode": mode}
+    return jit_next(jnp.asarray(logits), ROWS, rows, tables, **options)
 
 
 def test_tables_of_a_former_owner_when_the_row_has_no_rules_do_nothing():
@@ -250,7 +263,7 @@ def test_rule_of_one_row_changes_no_other_bit(rule):
     )
     tables = tables_of([FULL_ROW] * R)
     got = jit_apply(
-        jnp.asarray(logits), rules, tables, ROWS,
+        jnp.asarray(logits), rules, tables,
         lengths=jnp.full(R, 30, jnp.int32), num_remaining=jnp.full(R, 6, jnp.int32), stop_token_ids=STOP,
     )  # fmt: skip
     changed = np.any(np.asarray(got) != logits, axis=1)
@@ -288,15 +301,13 @@ def test_draws_under_rules_follow_the_softmax_of_what_they_leave():
 
     @jax.jit
     def draw_chunk(first, state):
-        arrays = {"lengths": 6, "num_remaining": 6, "num_logprobs": -1, "takes_part": True}
-        arrays = {n: jnp.broadcast_to(jnp.asarray(v), (R,)) for n, v in arrays.items()}
-
         def step(i):
             # The seed varies and not the position, which is the length of the history.
             words = state.seed.at[:, 1].set((first + i * R + ROWS).astype(jnp.uint32))
             return next_tokens(
-                jnp.broadcast_to(jnp.asarray(logits)[None], (R, V)), dataclasses.replace(state, seed=words),
-                params, tables, ROWS, **arrays, stop_token_ids=STOP, vocab_size=V, logprobs_mode="raw",
+                jnp.broadcast_to(jnp.asarray(logits)[None], (R, V)), ROWS,
+                rows_of(dataclasses.replace(state, seed=words), params), tables, lengths=jnp.full(R, 6, jnp.int32),
+                takes_part=ROWS >= 0, vocab_size=V, logprobs_mode="raw",
             ).token_ids  # fmt: skip
 
         return jax.lax.map(step, jnp.arange(2500, dtype=jnp.int32))
