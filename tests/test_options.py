@@ -1,6 +1,7 @@
 """Request options through the engine: TINY against DENSE with the rules in NumPy, whatever else the engine does."""
 
 import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -17,7 +18,9 @@ EOS = 7
 @pytest.fixture(scope="module")
 def llm():
     """One engine for all tests: 8 rows, ragged steps of 16 tokens, 4 decode steps a dispatch."""
-    return tiny_llm(120, max_num_batched_tokens=16, eos_token_ids=EOS, tokenizer=ByteTokenizer())
+    return tiny_llm(
+        120, max_num_batched_tokens=16, eos_token_ids=EOS, tokenizer=ByteTokenizer(), preemption_mode="swap"
+    )
 
 
 def run(llm, prompts, params, *, before_step=lambda step: None):
@@ -34,13 +37,19 @@ def run(llm, prompts, params, *, before_step=lambda step: None):
     return [done[f"r{i}"] for i in range(len(prompts))]
 
 
-def preempting(llm, seed, probability=0.3):
-    """Preempts a running request now and then, by recompute or by swap."""
-    rng = random.Random(seed)
+def preempt(llm, state, mode):
+    """Makes a running request wait again."""
+    llm.core._preempt(state, can_swap=mode == "swap")
+
+
+def preempting(llm, seed):
+    """Preempts a running request before every other step, by swap and by recompute in turns."""
+    rng, modes = random.Random(seed), itertools.cycle([None, "swap", None, "recompute"])
 
     def before_step(_):
-        if llm.core.running and rng.random() < probability:
-            llm.core._preempt(rng.choice(llm.core.running), can_swap=rng.random() < 0.5)
+        mode = next(modes)
+        if mode is not None and llm.core.running:
+            preempt(llm, rng.choice(llm.core.running), mode)
 
     return before_step
 
@@ -111,7 +120,7 @@ def test_rules_when_requests_are_preempted_give_the_same_tokens(llm, seed):
     llm.core.num_preemptions = dict.fromkeys(llm.core.num_preemptions, 0)
     outputs = run(llm, PROMPTS, RULES, before_step=preempting(llm, seed))
     assert [o.outputs[0].token_ids for o in outputs] == expected
-    assert sum(llm.core.num_preemptions.values()) > 0
+    assert all(llm.core.num_preemptions.values())
 
 
 def test_rules_when_one_step_runs_per_dispatch_give_the_same_tokens():
@@ -152,7 +161,7 @@ def test_b51_options_hold_for_each_of_n_samples(llm, options):
     alone = run(llm, [prompt(6)] * 4, apart)
     assert [o.token_ids for o in together.outputs] == [o.outputs[0].token_ids for o in alone]
     assert [o.finish_reason for o in together.outputs] == [o.outputs[0].finish_reason for o in alone]
-    assert len({tuple(o.token_ids) for o in together.outputs}) == 4
+    assert len({tuple(o.token_ids) for o in together.outputs}) >= 3  # two may draw a stop token at once
     tokens = [t for o in together.outputs for t in o.token_ids]
     if params.bad_words:
         assert not {65, 66} & set(tokens)
@@ -203,7 +212,7 @@ def test_b103_rules_move_with_their_request_and_not_with_the_row(llm):
             with pytest.raises(ValueError, match="already in use"):
                 llm.add_request("r1", {"prompt_token_ids": prompt(4)}, params)
         llm.add_request(name, {"prompt_token_ids": prompt(2 + r % 9, first=1 + r)}, params)
-    disturb, seen = preempting(llm, 5, 0.5), {}
+    disturb, seen = preempting(llm, 5), {}
     while llm.has_unfinished_requests():
         disturb(0)
         if rng.random() < 0.2 and llm.core.unfinished:
@@ -268,14 +277,14 @@ def test_b96_prompt_logprobs_do_not_depend_on_chunks_or_preemption(llm, monkeypa
     real = engine_core.plan_chunks
     monkeypatch.setattr(engine_core, "plan_chunks", lambda running, limit: real(running, min(limit, chunk)))
 
-    def preempt(step):
-        if disturbed and step % 2 and llm.core.running:
-            llm.core._preempt(llm.core.running[0], can_swap=step % 4 == 1)
+    def disturb(step):
+        if disturbed and step in (1, 3, 6) and llm.core.running:
+            preempt(llm, llm.core.running[0], "recompute" if step == 3 else "swap")
 
     given = prompt(13)
     run(llm, [given], greedy(max_tokens=1))  # now its prompt is cached, which must not matter
     params = [greedy(max_tokens=2, prompt_logprobs=3), greedy(max_tokens=3)]
-    asked, neighbour = run(llm, [given, prompt(7, first=2)], params, before_step=preempt)
+    asked, neighbour = run(llm, [given, prompt(7, first=2)], params, before_step=disturb)
     assert len(asked.prompt_logprobs) == 13
     assert asked.prompt_logprobs[0] is None
     logits = dense_logits(given)
