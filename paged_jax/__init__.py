@@ -14,6 +14,7 @@ from paged_jax.block_table import (
     reparent,
     truncate,
 )
+from paged_jax.chat import ChatTemplate
 from paged_jax.config import CacheConfig
 from paged_jax.decode import (
     acquire_prefix,
@@ -55,6 +56,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "CacheConfig",
+    "ChatTemplate",
     "CompletionOutput",
     "EngineState",
     "FinishReason",

@@ -5,9 +5,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_detokenizer import ByteTokenizer, all_splits
 
 from paged_jax.text_stream import TextStream
-from test_detokenizer import ByteTokenizer, all_splits
 
 MARK = "\ufffd"
 
