@@ -1,7 +1,7 @@
 """What the engine has done so far: counters, gauges and histograms of constant size that hold no request."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -203,10 +203,10 @@ class Metrics:
         counters = asdict(self._counters)
         num_preemptions = self._counters.num_preemptions_recompute + self._counters.num_preemptions_swap
         return {
-            **self._gauges(),
+            **self.gauges(),
             **counters,
             "num_preemptions": num_preemptions,
-            **{name: histogram.snapshot() for name, histogram in self._histograms()},
+            **{name: histogram.snapshot() for name, histogram in self.histograms().items()},
         }
 
     def registry(self, model_name: str = "") -> Any:
@@ -220,15 +220,12 @@ class Metrics:
         Raises:
             ImportError: prometheus_client is not installed.
         """
-        try:
-            from prometheus_client.registry import CollectorRegistry
-        except ImportError as error:
-            raise ImportError("registry() needs prometheus_client: pip install 'paged_jax[metrics]'") from error
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self, model_name))
-        return registry
+        from paged_jax.prometheus import build_registry
 
-    def _gauges(self) -> dict[str, float]:
+        return build_registry(self, model_name)
+
+    def gauges(self) -> dict[str, float]:
+        """The state after the latest dispatch."""
         last = self._last
         if last is None:
             names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
@@ -242,74 +239,11 @@ class Metrics:
             "compile_count": last.compile_count,
         }
 
-    def _histograms(self) -> list[tuple[str, Histogram]]:
-        return [
-            ("time_to_first_token_seconds", self.time_to_first_token),
-            ("inter_token_latency_seconds", self.inter_token_latency),
-            ("e2e_request_latency_seconds", self.e2e_request_latency),
-            ("request_queue_time_seconds", self.request_queue_time),
-        ]
-
-
-_HELP = {
-    "vllm:num_requests_running": "Requests that have rows.",
-    "vllm:num_requests_waiting": "Requests that wait for rows or blocks.",
-    "paged_jax:num_requests_swapped": "Requests whose K/V are in host memory.",
-    "vllm:kv_cache_usage_perc": "Share of the blocks in use; 1 is all.",
-    "paged_jax:num_cached_blocks": "Free blocks that hold a cached prefix.",
-    "paged_jax:compile_count": "Programs compiled.",
-    "paged_jax:num_steps": "Model steps.",
-    "vllm:prompt_tokens": "Prompt tokens computed.",
-    "vllm:generation_tokens": "Tokens generated.",
-    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "vllm:num_preemptions": "Requests that lost their blocks, by either kind.",
-    "vllm:time_to_first_token_seconds": "Time to first token in seconds.",
-    "vllm:inter_token_latency_seconds": "Time between tokens in seconds; tokens of one dispatch share its time.",
-    "vllm:e2e_request_latency_seconds": "Time from arrival to end in seconds.",
-    "vllm:request_queue_time_seconds": "Time from arrival to the first row in seconds.",
-}
-
-
-class _Collector:
-    """Reads the metrics out for Prometheus; nothing is counted twice."""
-
-    def __init__(self, metrics: Metrics, model_name: str) -> None:
-        self._metrics = metrics
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Any]:
-        """The metric families, with their present values."""
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        values, label, model = self._metrics.snapshot(), "model_name", self._model_name
-        histograms = dict(self._metrics._histograms())
-        for name, text in _HELP.items():
-            key = name.split(":")[1]
-            if key in histograms:
-                family = HistogramMetricFamily(name, text, labels=[label])
-                family.add_metric([model], buckets=histograms[key].cumulative(), sum_value=histograms[key].sum)
-            else:
-                kind = GaugeMetricFamily if key in self._metrics._gauges() else CounterMetricFamily
-                family = kind(name, text, labels=[label])
-                family.add_metric([model], values[key])
-            yield family
-        for name, text, new_label, counts in (
-            ("vllm:request_success", "Continuations that ended.", "finished_reason", values["request_success"]),
-            (
-                "paged_jax:preemptions",
-                "Requests that lost their blocks.",
-                "kind",
-                {kind: values[f"num_preemptions_{kind}"] for kind in ("recompute", "swap")},
-            ),
-            (
-                "paged_jax:swapped_blocks",
-                "Blocks copied between device and host memory.",
-                "direction",
-                {way: values[f"swapped_{way}_blocks"] for way in ("out", "in")},
-            ),
-        ):
-            family = CounterMetricFamily(name, text, labels=[label, new_label])
-            for value, count in counts.items():
-                family.add_metric([model, value], count)
-            yield family
+    def histograms(self) -> dict[str, Histogram]:
+        """The distributions."""
+        return {
+            "time_to_first_token_seconds": self.time_to_first_token,
+            "inter_token_latency_seconds": self.inter_token_latency,
+            "e2e_request_latency_seconds": self.e2e_request_latency,
+            "request_queue_time_seconds": self.request_queue_time,
+        }

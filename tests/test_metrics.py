@@ -120,6 +120,7 @@ def test_registry_is_private_and_shows_present_values_under_known_names():
 
 def test_registry_without_prometheus_client_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.registry", None)
+    monkeypatch.delitem(sys.modules, "paged_jax.prometheus", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'paged_jax\[metrics\]'"):
         Metrics().registry()
 
