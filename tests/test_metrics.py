@@ -3,6 +3,7 @@
 import sys
 import weakref
 
+import prometheus_client as prometheus
 import pytest
 
 from paged_jax.metrics import FIRST_TOKEN_EDGES, Histogram, Metrics, RequestMetrics, StepRecord
@@ -92,7 +93,6 @@ def test_histogram_edges_belong_to_the_bucket_below(value, bucket):
 
 
 def test_registry_is_private_and_shows_present_values_under_known_names():
-    prometheus = pytest.importorskip("prometheus_client")
     metrics = filled_metrics()
     registry, other = metrics.registry("tiny"), Metrics().registry()
     assert b"vllm:e2e_request_latency_seconds_bucket" in prometheus.generate_latest(registry)
