@@ -37,15 +37,15 @@ def plot_steps(recorder: Recorder, block_size: int) -> "Figure":
     if not recorder.records:
         raise ValueError("the recorder is empty; attach it (llm.recorder = Recorder()) before requests run")
     columns = _columns(recorder)
-    panels = [_draw_occupancy, _draw_waste, _draw_prompt_tokens, _draw_requests]
-    heights = [2.0, 1.2, 1.2, 1.4]
+    columns["num_slots"] = columns["num_used_blocks"] * block_size
+    panels = [(_draw_occupancy, 2.0), (_draw_waste, 1.2), (_draw_prompt_tokens, 1.2), (_draw_requests, 1.4)]
     if recorder.block_maps:
-        panels.insert(1, lambda axes, _: _draw_block_map(axes, np.stack(recorder.block_maps, axis=1)))
-        heights.insert(1, 3.4)
+        columns["owners"] = np.stack(recorder.block_maps)
+        panels.insert(1, (_draw_block_map, 3.4))
+    heights = [height for _, height in panels]
     figure = Figure(figsize=(10, 1.3 + 1.25 * sum(heights)), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    columns["num_slots"] = columns["num_used_blocks"] * block_size
-    for axes, draw in zip(all_axes, panels, strict=True):
+    for axes, (draw, _) in zip(all_axes, panels, strict=True):
         draw(axes, columns)
         axes.set_xlim(0, len(recorder.records))
         if axes.get_legend_handles_labels()[0]:
@@ -77,11 +77,11 @@ def _draw_occupancy(axes: "Axes", columns: dict[str, np.ndarray]) -> None:
     axes.set_title("Pool occupancy", loc="left")
 
 
-def _draw_block_map(axes: "Axes", owners: np.ndarray) -> None:
-    """owners [blocks, dispatches]."""
+def _draw_block_map(axes: "Axes", columns: dict[str, np.ndarray]) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
+    owners = columns["owners"].T  # [blocks, dispatches]
     special = {FREE: 0, CACHED: 1, SHARED: 2}
     colour = len(special) + owners % len(_REQUEST_COLOURS)
     for value, index in special.items():
