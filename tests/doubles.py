@@ -201,7 +201,7 @@ class AuditedLLM(LLM):
     """An LLM that is audited after every step, and poisoned before it if `poison_value` is set.
 
     Attributes:
-        num_steps: calls of step() so far.
+        num_steps: dispatches so far.
         states: what `watch` returned after each step.
     """
 
@@ -211,16 +211,20 @@ class AuditedLLM(LLM):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._runner._compile = lambda lowered, *_: lowered.compile(compiler_options=QUICK)
+        self.num_steps = 0
+        real_step = self.core.step
 
-    def step(self):
-        self.num_steps = getattr(self, "num_steps", 0) + 1
-        if self.poison_value is not None:
-            self._runner._state = poison(self._runner._state, self.poison_value)
-        outputs = super().step()
-        audit(self._runner._state)
-        if self.watch is not None:
-            self.watch(self._runner._state)
-        return outputs
+        def step():
+            self.num_steps += 1
+            if self.poison_value is not None:
+                self._runner._state = poison(self._runner._state, self.poison_value)
+            changed = real_step()
+            audit(self._runner._state)
+            if self.watch is not None:
+                self.watch(self._runner._state)
+            return changed
+
+        self.core.step = step
 
     @property
     def is_whole(self) -> bool:
