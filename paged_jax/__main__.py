@@ -96,8 +96,8 @@ def _generate(args: argparse.Namespace) -> int:
         stop=args.stop,
     )
     llm = _make_llm(args)
-    if args.plot is not None:
-        llm.recorder = Recorder(block_maps=True)
+    recorder = None if args.plot is None else Recorder(block_maps=True)
+    llm.recorder = recorder
     start = time.perf_counter()
     if args.chat:
         conversations = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
@@ -105,8 +105,6 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         outputs = llm.generate(args.prompt, params, use_tqdm=not args.json)
     seconds = time.perf_counter() - start
-    if llm.recorder is not None and llm.recorder.records:
-        plot_steps(llm.recorder, llm.cache_config.block_size).savefig(args.plot)
     if args.json:
         for prompt, output in zip(args.prompt, outputs, strict=True):
             print(json.dumps(_record(prompt, output)))
@@ -117,6 +115,8 @@ def _generate(args: argparse.Namespace) -> int:
             f"\n{num_tokens} tokens in {seconds:.1f} s, compilation included: {num_tokens / seconds:.1f} tokens/s; "
             f"at most {llm.peak_blocks} of {llm.cache_config.num_blocks - 1} blocks in use"
         )
+    if recorder is not None and recorder.records:
+        plot_steps(recorder, llm.cache_config.block_size).savefig(str(args.plot))
     return int(any(o.error is not None for o in outputs))
 
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"paged_jax: {error}", file=sys.stderr)
         return 2
 

@@ -71,7 +71,7 @@ def _num_blocks(num_prompt_tokens: int, seq_lens: Sequence[int], config: CacheCo
     return shared + sum(config.num_blocks_for(n) - shared for n in seq_lens)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Sample:
     """One continuation of a request.
 
@@ -81,7 +81,6 @@ class Sample:
         finish: NONE while it goes on.
         num_computed_tokens: tokens that its row stores.
         is_active: its row generates: the device knows its last token.
-        num_emitted: tokens that the user has seen.
     """
 
     row: int | None = None
@@ -89,7 +88,6 @@ class Sample:
     finish: FinishReason = FinishReason.NONE
     num_computed_tokens: int = 0
     is_active: bool = False
-    num_emitted: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,6 +103,7 @@ class RequestState:
         clock: tokens that the engine had computed when it arrived.
         num_preemptions: times that it had to make room.
         has_progressed: it has generated a token since it was last admitted.
+        start_time: of `time.monotonic`, when it first got rows; None before.
     """
 
     request: Request
@@ -115,6 +114,7 @@ class RequestState:
     clock: int = 0
     num_preemptions: int = 0
     has_progressed: bool = False
+    start_time: float | None = None
 
     @property
     def live_samples(self) -> list[Sample]:

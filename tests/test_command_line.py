@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-
 from doubles import ByteTokenizer, tiny_llm
+
 from paged_jax import LLM, ChatTemplate
 from paged_jax.__main__ import main
 
@@ -84,7 +84,7 @@ def test_bench_with_bad_option_fails_before_anything_is_loaded(made, capsys, com
 
 
 def test_bench_when_a_request_cannot_be_served_fails(made, capsys):
-    assert main("bench throughput --model tiny --num-prompts 2 --input-len 500".split()) == 2
+    assert main(["bench", "throughput", "--model", "tiny", "--num-prompts", "2", "--input-len", "500"]) == 2
     assert "a request of the benchmark failed" in capsys.readouterr().err
 
 
