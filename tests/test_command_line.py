@@ -10,25 +10,23 @@ from paged_jax import LLM, ChatTemplate
 from paged_jax.__main__ import main
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Engines that the command line has made, tiny ones instead of what --model says."""
-    engines = []
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_llm(40, tokenizer=ByteTokenizer(), chat_template=ChatTemplate(source="{{ messages[0].content }}"))
 
-    def from_pretrained(cls, model, **options):
-        engines.append(
-            tiny_llm(
-                40,
-                tokenizer=ByteTokenizer(),
-                chat_template=ChatTemplate(source="{{ messages[0].content }}"),
-                seed=options["seed"],
-                enable_prefix_caching=options.get("enable_prefix_caching", True),
-            )
-        )
-        return engines[-1]
+
+@pytest.fixture
+def made(monkeypatch, engine):
+    """Options of the engines that the command line asks for; it gets a tiny one instead."""
+    options = []
+
+    def from_pretrained(cls, model, **asked):
+        options.append(asked)
+        return engine
 
     monkeypatch.setattr(LLM, "from_pretrained", classmethod(from_pretrained))
-    return engines
+    yield options
+    assert engine.is_whole
 
 
 def test_bench_throughput_prints_and_writes_what_vllm_does(made, tmp_path, capsys):
@@ -47,11 +45,11 @@ def test_bench_throughput_prints_and_writes_what_vllm_does(made, tmp_path, capsy
     assert {"jax", "jaxlib", "numpy", "paged_jax", "python"} == report["versions"].keys()
     assert "Throughput: " in printed
     assert f"Total num prompt tokens:  {report['total_num_prompt_tokens']}" in printed
-    assert made[0].is_whole
+    assert (made[0]["seed"], made[0]["enable_prefix_caching"]) == (3, True)
 
 
-def test_bench_latency_prints_and_writes_what_vllm_does(made, tmp_path, capsys):
-    path = tmp_path / "latency.json"
+def test_bench_latency_prints_and_writes_what_vllm_does(made, engine, tmp_path, capsys):
+    path, num_before = tmp_path / "latency.json", engine.metrics.snapshot()["generation_tokens"]
     options = "--input-len 6 --output-len 4 --batch-size 2 --num-iters-warmup 1 --num-iters 3 --output-json"
     assert main(["bench", "latency", "--model", "tiny", *options.split(), str(path)]) == 0
     report, printed = json.loads(path.read_text()), capsys.readouterr().out
@@ -63,7 +61,9 @@ def test_bench_latency_prints_and_writes_what_vllm_does(made, tmp_path, capsys):
     assert report["num_compiled_while_timed"] == 0
     assert "Avg latency: " in printed
     assert "99% percentile latency: " in printed
-    assert made[0].metrics.snapshot()["generation_tokens"] == 4 * 2 * 4  # the warm-up is run and not counted
+    # The warm-up is run and not counted.
+    assert engine.metrics.snapshot()["generation_tokens"] - num_before == (1 + 3) * 2 * 4
+    assert made[0]["enable_prefix_caching"] is False
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_bench_when_a_request_cannot_be_served_fails(made, capsys):
 
 def test_generate_with_plot_chat_and_stop_strings(made, tmp_path, capsys):
     path = tmp_path / "run.png"
-    command = ["generate", "--model", "tiny", "--prompt", "abc", "--max-tokens", "8", "--json", "--plot", str(path)]
+    command = ["generate", "--model", "tiny", "--prompt", "ABC", "--max-tokens", "8", "--json", "--plot", str(path)]
     assert main(command) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert path.read_bytes().startswith(b"\x89PNG")
