@@ -34,7 +34,7 @@ from paged_jax.plots import plot_steps
 from paged_jax.prefix_cache import PrefixCache, copy_tokens, init_prefix_cache, match_prefix, publish, write_tokens
 from paged_jax.recorder import Recorder, build_block_map
 from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
-from paged_jax.sampling_params import BeamSearchParams, SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from paged_jax.state import (
     BlockCounters,
     EngineState,
@@ -74,6 +74,7 @@ __all__ = [
     "Recorder",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "RowParams",
     "SamplingParams",
     "SamplingState",

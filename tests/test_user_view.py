@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from doubles import ByteTokenizer, dense_tokens, ids, prompt, tiny_llm
 
-from paged_jax import ChatTemplate, Recorder, SamplingParams
-from paged_jax.sampling_params import RequestOutputKind
+from paged_jax import ChatTemplate, Recorder, RequestOutputKind, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
