@@ -22,7 +22,7 @@ class _SampleView:
     """What the user gets of a sample.
 
     Attributes:
-        text: None without a tokenizer, or if none is wanted.
+        text: None before its first tokens, and if there shall be none.
         num_read: tokens that `text` and the metrics have taken.
         num_emitted: tokens that the user has seen.
         is_ended: its end has been noted.
@@ -30,7 +30,7 @@ class _SampleView:
         first_time, last_time: of `time.monotonic`, when its first and its latest token arrived.
     """
 
-    text: TextStream | None
+    text: TextStream | None = None
     num_read: int = 0
     num_emitted: int = 0
     is_ended: bool = False
@@ -41,7 +41,10 @@ class _SampleView:
 
 @dataclass(kw_only=True)
 class _RequestView:
+    """What the user gets of a request; `tokenizer` is None if there shall be no text."""
+
     arrival_time: float
+    tokenizer: Any | None
     samples: list[_SampleView]
 
 
@@ -58,8 +61,10 @@ class OutputProcessor:
 
     def add(self, state: RequestState, tokenizer: Any | None) -> None:
         """Expects the progress of a request that has just been queued."""
-        views = [_SampleView(text=_text_stream(state.request, tokenizer)) for _ in state.samples]
-        self._views[state] = _RequestView(arrival_time=time.monotonic(), samples=views)
+        if not state.request.params.detokenize:
+            tokenizer = None
+        samples = [_SampleView() for _ in state.samples]
+        self._views[state] = _RequestView(arrival_time=time.monotonic(), tokenizer=tokenizer, samples=samples)
 
     def process(self, changed: Sequence[RequestState], *, final_only: bool = False) -> list[RequestOutput]:
         """What the requests have that got tokens or finished with a dispatch.
@@ -114,8 +119,11 @@ class OutputProcessor:
         view.last_time = now
 
     def _read_text(self, state: RequestState, sample: Sample, view: _SampleView) -> None:
-        if view.text is None:
+        tokenizer = self._views[state].tokenizer
+        if tokenizer is None:
             return
+        if view.text is None:
+            view.text = _text_stream(state.request, tokenizer)
         new = sample.token_ids[view.num_read :]
         if sample.finish == FinishReason.STOP and not state.request.params.include_stop_str_in_output:
             new = new[:-1]  # the stop token
@@ -153,10 +161,8 @@ class OutputProcessor:
         )
 
 
-def _text_stream(request: Request, tokenizer: Any | None) -> TextStream | None:
+def _text_stream(request: Request, tokenizer: Any) -> TextStream:
     params = request.params
-    if tokenizer is None or not params.detokenize:
-        return None
     return TextStream(
         tokenizer,
         request.prompt_token_ids,
