@@ -15,7 +15,7 @@ from paged_jax.block_table import (
     truncate,
 )
 from paged_jax.chat import ChatTemplate
-from paged_jax.config import CacheConfig
+from paged_jax.config import CacheConfig, SchedulerConfig
 from paged_jax.decode import (
     acquire_prefix,
     decode_many,
@@ -44,6 +44,7 @@ from paged_jax.state import (
     StepOutput,
     init_state,
 )
+from paged_jax.streaming import AsyncStreams
 from paged_jax.text_stream import TextStream
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Appended",
+    "AsyncStreams",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",
@@ -78,6 +80,7 @@ __all__ = [
     "RowParams",
     "SamplingParams",
     "SamplingState",
+    "SchedulerConfig",
     "Status",
     "StepBatch",
     "StepOutput",

@@ -91,7 +91,9 @@ class OutputProcessor:
 
     def on_abort(self, state: RequestState) -> None:
         """Counts a request that is dropped."""
-        view = self._views[state]
+        view = self._views.get(state)
+        if view is None:  # add() was interrupted
+            return
         for _ in state.live_samples:
             self._metrics.on_finished("abort", self._times(state, view, time.monotonic()))
 
