@@ -288,7 +288,7 @@ class ModelRunner:
             is_active=is_active,
             reserve=np.int32(reserve),
         )
-        self._state, ids, status = self._program("restore_rows", 1)(self._state, plan)
+        self._state, ids, status = self._program("restore_rows", len(is_active))(self._state, plan)
         if status == Status.OUT_OF_BLOCKS:
             return False
         _check("restore_rows", status)
@@ -309,7 +309,7 @@ class ModelRunner:
         chosen[list(rows)] = True
         held = chosen & (np.asarray(self._state.table.seq_lens) > 0)
         if held.any():
-            self._state, status = release_rows(self._state, held)
+            self._state, status = self._program("release_rows", len(held))(self._state, held)
             _check("release_rows", status)
 
     def reset(self) -> None:
@@ -348,7 +348,8 @@ class ModelRunner:
             self._program("decode", size)
         for kind in ("read_blocks", "write_blocks"):
             self._program(kind, self._block_transfer)
-        self._program("restore_rows", 1)
+        for kind in ("restore_rows", "release_rows"):
+            self._program(kind, len(self._state.is_active))
         lines = []
         if self.has_prefix_cache:
             self._program("acquire", self._max_prompt_tokens)
@@ -358,7 +359,7 @@ class ModelRunner:
             + [f"prefill_step: {size} tokens" for size in self.token_buckets]
             + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
             + [f"{kind}: {self._block_transfer} blocks" for kind in ("read_blocks", "write_blocks")]
-            + ["restore_rows"]
+            + [f"{kind}: {len(self._state.is_active)} rows" for kind in ("restore_rows", "release_rows")]
         )
 
     def _run(self, program: Any, *plan: PrefillPlan, **options: Any) -> StepOutput:
@@ -379,6 +380,8 @@ class ModelRunner:
         if kind == "acquire":
             one = np.int32(0)
             return acquire_prefix.lower(self._state, one, np.zeros(size, np.int32), one, one, one)
+        if kind == "release_rows":
+            return release_rows.lower(self._state, np.zeros(size, bool))
         if kind == "read_blocks":
             return read_blocks.lower(self._state, np.zeros(size, np.int32))
         if kind == "write_blocks":
