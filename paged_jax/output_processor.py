@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from paged_jax.engine_core import EngineCore
+from paged_jax.logprobs import Logprob, cumulative_logprob, with_text
 from paged_jax.metrics import Metrics, RequestMetrics
 from paged_jax.outputs import CompletionOutput, RequestOutput
 from paged_jax.sampling_params import RequestOutputKind
@@ -14,7 +15,12 @@ from paged_jax.scheduler import Request, RequestState, Sample
 from paged_jax.state import FinishReason
 from paged_jax.text_stream import TextStream
 
-_FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
+_FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ERROR: "error",
+    FinishReason.NO_TOKEN: "error",
+}
 
 
 @dataclass(kw_only=True)
@@ -41,11 +47,12 @@ class _SampleView:
 
 @dataclass(kw_only=True)
 class _RequestView:
-    """What the user gets of a request; `tokenizer` is None if there shall be no text."""
+    """What the user gets of a request; `tokenizer` is None if there shall be no text; `error` is of its prompt."""
 
     arrival_time: float
     tokenizer: Any | None
     samples: list[_SampleView]
+    error: Exception | None = None
 
 
 class OutputProcessor:
@@ -104,6 +111,11 @@ class OutputProcessor:
                 f"the model's logits after {state.num_tokens(sample)} tokens were not finite; look for NaN or inf in "
                 "the weights, or a dtype that overflows"
             )
+        if sample.finish == FinishReason.NO_TOKEN:
+            view.error = ValueError(
+                f"allowed_token_ids, bad_words and min_tokens leave no token to generate after "
+                f"{len(sample.token_ids)} tokens; loosen one of them"
+            )
         try:
             self._read_text(state, sample, view)
         except Exception as error:  # foreign code: its failure must not touch other requests
@@ -127,6 +139,7 @@ class OutputProcessor:
         if view.text is None:
             view.text = _text_stream(state.request, tokenizer)
         new = sample.token_ids[view.num_read :]
+        sample.logprobs[view.num_read :] = [with_text(e, tokenizer) for e in sample.logprobs[view.num_read :]]
         if sample.finish == FinishReason.STOP and not state.request.params.include_stop_str_in_output:
             new = new[:-1]  # the stop token
         num_kept = view.text.push(new)
@@ -141,6 +154,7 @@ class OutputProcessor:
             _completion(request, index, sample, sample_view)
             for index, (sample, sample_view) in enumerate(zip(state.samples, view.samples, strict=True))
         ]
+        prompt_logprobs = _prompt_logprobs(state, view)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -148,8 +162,9 @@ class OutputProcessor:
             outputs=completions,
             finished=not state.live_samples,
             num_cached_tokens=state.num_cached_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
             metrics=self._times(state, view, finished_time),
-            error=next((v.error for v in view.samples if v.error is not None), None),
+            error=next((v.error for v in [*view.samples, view] if v.error is not None), None),
         )
 
     def _times(self, state: RequestState, view: _RequestView, finished_time: float | None) -> RequestMetrics:
@@ -175,6 +190,17 @@ def _text_stream(request: Request, tokenizer: Any) -> TextStream:
     )
 
 
+def _prompt_logprobs(state: RequestState, view: _RequestView) -> list[dict[int, Logprob] | None] | None:
+    if state.request.params.prompt_logprobs is None:
+        return None
+    if view.tokenizer is not None:
+        try:
+            state.prompt_logprobs = {i: with_text(e, view.tokenizer) for i, e in state.prompt_logprobs.items()}
+        except Exception as error:  # foreign code: its failure must not touch other requests
+            view.error = error
+    return [None, *(state.prompt_logprobs[i] for i in range(1, len(state.request.prompt_token_ids)))]
+
+
 def _completion(request: Request, index: int, sample: Sample, view: _SampleView) -> CompletionOutput:
     is_delta = request.params.output_kind == RequestOutputKind.DELTA
     text = "" if view.text is None else view.text.delta() if is_delta else view.text.text
@@ -189,4 +215,8 @@ def _completion(request: Request, index: int, sample: Sample, view: _SampleView)
         token_ids=sample.token_ids[start:],
         finish_reason=_FINISH_REASONS.get(sample.finish),
         stop_reason=stop_reason,
+        logprobs=None if request.params.logprobs is None else sample.logprobs[start:],
+        cumulative_logprob=None
+        if request.params.logprobs is None
+        else cumulative_logprob(sample.logprobs, sample.token_ids),
     )

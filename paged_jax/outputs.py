@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from paged_jax.logprobs import Logprob
 from paged_jax.metrics import RequestMetrics
 
 
@@ -19,6 +20,9 @@ class CompletionOutput:
             request's `error`); None while it goes on.
         stop_reason: the string from stop or the id from stop_token_ids that ended it; None for the end-of-sequence
             token and other reasons.
+        logprobs: for each of token_ids its own log-probability and those of the most likely tokens, by token id; None
+            if SamplingParams.logprobs is.
+        cumulative_logprob: sum of the log-probabilities of all tokens generated so far; None like logprobs.
     """
 
     index: int
@@ -26,6 +30,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,8 @@ class RequestOutput:
         finished: True when nothing more will come.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
         metrics: when things happened to it; None if it failed before it was queued.
+        prompt_logprobs: for each of prompt_token_ids its own log-probability, by the model's logits, and those of the
+            most likely tokens; None for the first one. None if SamplingParams.prompt_logprobs is.
         error: why this request failed alone, None if it did not.
     """
 
@@ -50,6 +58,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: Exception | None = None
 
 
