@@ -396,8 +396,8 @@ class LLM:
         Raises:
             ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
                 pool; it is text, or there are stop strings, and there is no tokenizer; its cache_salt is empty or too
-                long; priority is no int32; or params name tokens that the model does not have, or bad words that cannot
-                be tokenised.
+                long; priority is no int32; or params name tokens that the model does not have, or bad words that
+                cannot be tokenised.
             TypeError: request_id is no str; the prompt is neither text nor a dict with "prompt_token_ids"; its
                 cache_salt is no str; or params are no SamplingParams.
         """
@@ -408,8 +408,8 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if any(r.request.request_id == request_id for r in self.core.unfinished):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
-        check_vocabulary(params, self._runner.vocab_size)
         check_stop_strings(params, self.tokenizer)
+        check_vocabulary(params, self._runner.vocab_size)
         text, token_ids = tokenize(prompt, self.tokenizer, self._runner.vocab_size)
         salt, priority, capacity = cache_salt_of(prompt), check_priority(priority), self.cache_config.num_blocks - 1
         request = Request(

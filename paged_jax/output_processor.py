@@ -47,11 +47,12 @@ class _SampleView:
 
 @dataclass(kw_only=True)
 class _RequestView:
-    """What the user gets of a request; `tokenizer` is None if there shall be no text."""
+    """What the user gets of a request; `tokenizer` is None if there shall be no text; `error` is of its prompt."""
 
     arrival_time: float
     tokenizer: Any | None
     samples: list[_SampleView]
+    error: Exception | None = None
 
 
 class OutputProcessor:
@@ -112,8 +113,8 @@ class OutputProcessor:
             )
         if sample.finish == FinishReason.NO_TOKEN:
             view.error = ValueError(
-                f"allowed_token_ids, bad_words and min_tokens leave no token to generate after {len(sample.token_ids)} "
-                "tokens; loosen one of them"
+                f"allowed_token_ids, bad_words and min_tokens leave no token to generate after "
+                f"{len(sample.token_ids)} tokens; loosen one of them"
             )
         try:
             self._read_text(state, sample, view)
@@ -139,6 +140,7 @@ class OutputProcessor:
         if view.text is None:
             view.text = _text_stream(state.request, tokenizer)
         new = sample.token_ids[view.num_read :]
+        sample.logprobs[view.num_read :] = [with_text(e, tokenizer) for e in sample.logprobs[view.num_read :]]
         if sample.finish == FinishReason.STOP and not state.request.params.include_stop_str_in_output:
             new = new[:-1]  # the stop token
         num_kept = view.text.push(new)
@@ -160,6 +162,7 @@ class OutputProcessor:
             _completion(request, index, sample, sample_view)
             for index, (sample, sample_view) in enumerate(zip(state.samples, view.samples, strict=True))
         ]
+        prompt_logprobs = _prompt_logprobs(state, view)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -167,9 +170,9 @@ class OutputProcessor:
             outputs=completions,
             finished=not state.live_samples,
             num_cached_tokens=state.num_cached_tokens or 0,
-            prompt_logprobs=_prompt_logprobs(state),
+            prompt_logprobs=prompt_logprobs,
             metrics=self._times(state, view, finished_time),
-            error=next((v.error for v in view.samples if v.error is not None), None),
+            error=next((v.error for v in [*view.samples, view] if v.error is not None), None),
         )
 
     def _times(self, state: RequestState, view: _RequestView, finished_time: float | None) -> RequestMetrics:
@@ -195,9 +198,14 @@ def _text_stream(request: Request, tokenizer: Any) -> TextStream:
     )
 
 
-def _prompt_logprobs(state: RequestState) -> list[dict[int, Logprob] | None] | None:
+def _prompt_logprobs(state: RequestState, view: _RequestView) -> list[dict[int, Logprob] | None] | None:
     if state.request.params.prompt_logprobs is None:
         return None
+    if view.tokenizer is not None:
+        try:
+            state.prompt_logprobs = {i: with_text(e, view.tokenizer) for i, e in state.prompt_logprobs.items()}
+        except Exception as error:  # foreign code: its failure must not touch other requests
+            view.error = error
     return [None, *(state.prompt_logprobs[i] for i in range(1, len(state.request.prompt_token_ids)))]
 
 

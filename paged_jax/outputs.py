@@ -45,9 +45,9 @@ class RequestOutput:
         outputs: the continuations, as many as SamplingParams.n, in the order of their index.
         finished: True when nothing more will come.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        metrics: when things happened to it; None if it failed before it was queued.
         prompt_logprobs: for each of prompt_token_ids its own log-probability, by the model's logits, and those of the
             most likely tokens; None for the first one. None if SamplingParams.prompt_logprobs is.
-        metrics: when things happened to it; None if it failed before it was queued.
         error: why this request failed alone, None if it did not.
     """
 
@@ -57,8 +57,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: Exception | None = None
 
 

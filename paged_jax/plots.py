@@ -66,12 +66,15 @@ def _staircase(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_occupancy(axes: "Axes", columns: dict[str, np.ndarray]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     used, cached = columns["num_used_blocks"], columns["num_cached_blocks"]
     free = columns["num_free_blocks"] - cached
     x, _ = _staircase(used)
     layers = [_staircase(layer)[1] for layer in (used, cached, free)]
     labels, colours = ["in use", "free, cached", "free"], [_BLUE, _SKY, "#E5E5E5"]
     axes.stackplot(x, *layers, labels=labels, colors=colours, step="post", lw=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, max(1, int((used + columns["num_free_blocks"]).max())))
     axes.set_ylabel("blocks")
     axes.set_title("Pool occupancy", loc="left")

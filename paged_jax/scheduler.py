@@ -108,8 +108,8 @@ class RequestState:
         clock: tokens that the engine had computed when it arrived.
         num_preemptions: times that it had to make room.
         has_progressed: it has generated a token since it was last admitted.
-        prompt_logprobs: of each token of the prompt but the first, by its place; empty if nobody asked for them.
         start_time: of `time.monotonic`, when it first got rows; None before.
+        prompt_logprobs: of each token of the prompt but the first, by its place; empty if nobody asked for them.
     """
 
     request: Request
@@ -120,6 +120,7 @@ class RequestState:
     clock: int = 0
     num_preemptions: int = 0
     has_progressed: bool = False
+    start_time: float | None = None
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     start_time: float | None = None
 
