@@ -118,7 +118,6 @@ class OutputProcessor:
             )
         try:
             self._read_text(state, sample, view)
-            self._read_logprobs(state, sample, view)
         except Exception as error:  # foreign code: its failure must not touch other requests
             view.text, view.error = None, error
             self._core.end_sample(state, sample, FinishReason.ERROR, len(sample.token_ids))
@@ -148,13 +147,6 @@ class OutputProcessor:
             self._core.end_sample(state, sample, FinishReason.STOP, view.num_read + num_kept)
         if sample.finish != FinishReason.NONE:
             view.text.finish()
-
-    def _read_logprobs(self, state: RequestState, sample: Sample, view: _SampleView) -> None:
-        """Gives the tokens in the new log-probabilities, and those of the prompt, their text."""
-        tokenizer, new = self._views[state].tokenizer, slice(view.num_read, None)
-        if tokenizer is not None:
-            sample.logprobs[new] = [with_text(entry, tokenizer) for entry in sample.logprobs[new]]
-            state.prompt_logprobs = {i: with_text(entry, tokenizer) for i, entry in state.prompt_logprobs.items()}
 
     def _output(self, state: RequestState, view: _RequestView, finished_time: float | None) -> RequestOutput:
         request = state.request
