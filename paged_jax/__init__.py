@@ -27,6 +27,7 @@ from paged_jax.engine import LLM
 from paged_jax.inputs import sample_seed
 from paged_jax.invariants import InvariantError, check_invariants
 from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
+from paged_jax.logprobs import Logprob, TokenLogprobs
 from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
 from paged_jax.prefix_cache import PrefixCache, copy_tokens, init_prefix_cache, match_prefix, publish, write_tokens
 from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
@@ -41,6 +42,7 @@ from paged_jax.state import (
     init_state,
 )
 from paged_jax.streaming import AsyncStreams
+from paged_jax.token_rules import RuleParams, RuleTables, init_rule_params, row_of_tables, set_rules
 
 __version__ = "0.1.0"
 
@@ -64,17 +66,21 @@ __all__ = [
     "KVCache",
     "KeptBeams",
     "LayerCache",
+    "Logprob",
     "PrefillPlan",
     "PrefixCache",
     "RequestOutput",
     "RequestOutputKind",
     "RowParams",
+    "RuleParams",
+    "RuleTables",
     "SamplingParams",
     "SamplingState",
     "SchedulerConfig",
     "Status",
     "StepBatch",
     "StepOutput",
+    "TokenLogprobs",
     "acquire_prefix",
     "allocate",
     "append_tokens",
@@ -92,6 +98,7 @@ __all__ = [
     "init_cache",
     "init_pool",
     "init_prefix_cache",
+    "init_rule_params",
     "init_sampling_state",
     "init_state",
     "init_table",
@@ -103,9 +110,11 @@ __all__ = [
     "release_rows",
     "reparent",
     "reset_prefix_cache",
+    "row_of_tables",
     "sample",
     "sample_seed",
     "seed_words",
+    "set_rules",
     "truncate",
     "write_kv",
     "write_tokens",
