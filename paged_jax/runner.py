@@ -220,7 +220,8 @@ class ModelRunner:
             allowed_token_ids=request.params.allowed_token_ids,
             bad_words=request.bad_words,
         )
-        self._state = replace(self._state, rule_tables=self._program("set_rules", 1)(tables, np.int32(row), values))
+        program = self._program("set_rules", len(self._state.is_active))
+        self._state = replace(self._state, rule_tables=program(tables, np.int32(row), values))
 
     def set_namespace(self, row: int, namespace: int) -> None:
         """Decides under which namespace the blocks that `row` fills are cached, and that it may use every block; like
@@ -324,7 +325,7 @@ class ModelRunner:
             is_active=is_active,
             reserve=np.int32(reserve),
         )
-        self._state, ids, status = self._program("restore_rows", 1)(self._state, plan)
+        self._state, ids, status = self._program("restore_rows", len(is_active))(self._state, plan)
         if status == Status.OUT_OF_BLOCKS:
             return False
         _check("restore_rows", status)
@@ -345,7 +346,7 @@ class ModelRunner:
         chosen[list(rows)] = True
         held = chosen & (np.asarray(self._state.table.seq_lens) > 0)
         if held.any():
-            self._state, status = release_rows(self._state, held)
+            self._state, status = self._program("release_rows", len(held))(self._state, held)
             _check("release_rows", status)
 
     def reset(self) -> None:
@@ -384,8 +385,8 @@ class ModelRunner:
             self._program("decode", size)
         for kind in ("read_blocks", "write_blocks"):
             self._program(kind, self._block_transfer)
-        self._program("restore_rows", 1)
-        self._program("set_rules", 1)
+        for kind in ("restore_rows", "release_rows", "set_rules"):
+            self._program(kind, len(self._state.is_active))
         self._program("prefill_logprobs", self.max_prompt_logprobs_tokens)
         lines = []
         if self.has_prefix_cache:
@@ -396,7 +397,7 @@ class ModelRunner:
             + [f"prefill_step: {size} tokens" for size in self.token_buckets]
             + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
             + [f"{kind}: {self._block_transfer} blocks" for kind in ("read_blocks", "write_blocks")]
-            + ["restore_rows", "set_rules"]
+            + [f"{kind}: {len(self._state.is_active)} rows" for kind in ("restore_rows", "release_rows", "set_rules")]
             + [f"prefill_step with prompt_logprobs: {self.max_prompt_logprobs_tokens} tokens"]
         )
 
@@ -420,6 +421,8 @@ class ModelRunner:
         if kind == "acquire":
             one = np.int32(0)
             return acquire_prefix.lower(self._state, one, np.zeros(size, np.int32), one, one, one)
+        if kind == "release_rows":
+            return release_rows.lower(self._state, np.zeros(size, bool))
         if kind == "read_blocks":
             return read_blocks.lower(self._state, np.zeros(size, np.int32))
         if kind == "write_blocks":
