@@ -41,7 +41,7 @@ class EngineCore:
         logprobs_mode: of the log-probabilities that are noted.
 
     Attributes:
-        waiting, running: the unfinished requests; running ones in order of arrival.
+        waiting, running: the unfinished requests.
         peak_blocks: the most blocks that were ever in use at once.
         num_preemptions: requests that had to make room so far, by "recompute" and "swap".
         num_swapped_blocks: blocks copied to the host ("out") and back ("in") so far.
@@ -113,7 +113,8 @@ class EngineCore:
             return []
         lacks_logprobs = any(state.lacks_prompt_logprobs for state in self.running)
         limit = self.runner.max_prompt_logprobs_tokens if lacks_logprobs else self._max_num_batched_tokens
-        chunks = sorted(plan_chunks(self.running, limit), key=lambda c: cast(int, c.sample.row))
+        in_order = queued(self.running, self._scheduler.policy, self._clock)
+        chunks = sorted(plan_chunks(in_order, limit), key=lambda c: cast(int, c.sample.row))
         num_active = sum(s.is_active for r in self.running for s in r.live_samples)
         if chunks:
             output = self.runner.prefill([_row_chunk(c) for c in chunks])
@@ -145,7 +146,6 @@ class EngineCore:
                 break
             self.waiting.remove(state)
             self.running.append(state)
-            self.running.sort(key=lambda r: r.request.number)
             budget -= sum(s.is_active or state.num_left(s) for s in samples)
 
     def _start(self, state: RequestState, rows: Sequence[int]) -> bool:

@@ -220,8 +220,7 @@ class ModelRunner:
             allowed_token_ids=request.params.allowed_token_ids,
             bad_words=request.bad_words,
         )
-        program = self._program("set_rules", len(self._state.is_active))
-        self._state = replace(self._state, rule_tables=program(tables, np.int32(row), values))
+        self._state = replace(self._state, rule_tables=self._program("set_rules", 1)(tables, np.int32(row), values))
 
     def set_namespace(self, row: int, namespace: int) -> None:
         """Decides under which namespace the blocks that `row` fills are cached, and that it may use every block; like
@@ -385,8 +384,9 @@ class ModelRunner:
             self._program("decode", size)
         for kind in ("read_blocks", "write_blocks"):
             self._program(kind, self._block_transfer)
-        for kind in ("restore_rows", "release_rows", "set_rules"):
+        for kind in ("restore_rows", "release_rows"):
             self._program(kind, len(self._state.is_active))
+        self._program("set_rules", 1)
         self._program("prefill_logprobs", self.max_prompt_logprobs_tokens)
         lines = []
         if self.has_prefix_cache:
@@ -397,7 +397,8 @@ class ModelRunner:
             + [f"prefill_step: {size} tokens" for size in self.token_buckets]
             + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
             + [f"{kind}: {self._block_transfer} blocks" for kind in ("read_blocks", "write_blocks")]
-            + [f"{kind}: {len(self._state.is_active)} rows" for kind in ("restore_rows", "release_rows", "set_rules")]
+            + [f"{kind}: {len(self._state.is_active)} rows" for kind in ("restore_rows", "release_rows")]
+            + ["set_rules"]
             + [f"prefill_step with prompt_logprobs: {self.max_prompt_logprobs_tokens} tokens"]
         )
 

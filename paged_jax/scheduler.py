@@ -210,17 +210,17 @@ class RequestState:
         return len(self.request.prompt_token_ids) - samples[0].num_computed_tokens + generating
 
 
-def queued(waiting: Iterable[RequestState], policy: str, clock: int) -> list[RequestState]:
-    """The waiting requests in the order in which they start; `clock` counts the tokens that the engine has computed.
+def queued(requests: Iterable[RequestState], policy: str, clock: int) -> list[RequestState]:
+    """The requests in the order in which they start, or get tokens; `clock` counts the tokens that the engine has computed.
 
     "fcfs": in order of arrival, so that a preempted request goes before all that came after it. "priority": by priority
     first. "sjf": those with the least work left first, waiting counted by AGEING. No two requests compare equal.
     """
     if policy == "priority":
-        return sorted(waiting, key=lambda r: (r.request.priority, r.request.number))
+        return sorted(requests, key=lambda r: (r.request.priority, r.request.number))
     if policy == "sjf":
-        return sorted(waiting, key=lambda r: (r.num_tokens_expected - AGEING * (clock - r.clock), r.request.number))
-    return sorted(waiting, key=lambda r: r.request.number)
+        return sorted(requests, key=lambda r: (r.num_tokens_expected - AGEING * (clock - r.clock), r.request.number))
+    return sorted(requests, key=lambda r: r.request.number)
 
 
 def num_blocks_to_admit(
@@ -281,8 +281,8 @@ class Chunk:
 
 
 def plan_chunks(running: Sequence[RequestState], max_num_batched_tokens: int) -> list[Chunk]:
-    """The ragged step that brings prompts forward: first the next token of all rows that generate, oldest first, but
-    one token of the budget at least is for prompts; then prompts, oldest first. Empty: no prompt is incomplete.
+    """The ragged step that brings prompts forward: first the next token of all rows that generate, but one token of the
+    budget at least is for prompts; then prompts, in the order given. Empty: no prompt is incomplete.
     """
     rows = [(r, s) for r in running for s in r.live_samples]
     prefills = [(r, s) for r, s in rows if r.num_left(s) > 0]
