@@ -28,6 +28,7 @@ from paged_jax.engine import LLM
 from paged_jax.inputs import sample_seed
 from paged_jax.invariants import InvariantError, check_invariants
 from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
+from paged_jax.logprobs import Logprob, TokenLogprobs
 from paged_jax.metrics import Metrics, RequestMetrics, StepRecord
 from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
 from paged_jax.plots import plot_steps
@@ -46,6 +47,7 @@ from paged_jax.state import (
 )
 from paged_jax.streaming import AsyncStreams
 from paged_jax.text_stream import TextStream
+from paged_jax.token_rules import RuleParams, RuleTables, init_rule_params, row_of_tables, set_rules
 
 __version__ = "0.1.0"
 
@@ -70,6 +72,7 @@ __all__ = [
     "KVCache",
     "KeptBeams",
     "LayerCache",
+    "Logprob",
     "Metrics",
     "PrefillPlan",
     "PrefixCache",
@@ -78,6 +81,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RowParams",
+    "RuleParams",
+    "RuleTables",
     "SamplingParams",
     "SamplingState",
     "SchedulerConfig",
@@ -86,6 +91,7 @@ __all__ = [
     "StepOutput",
     "StepRecord",
     "TextStream",
+    "TokenLogprobs",
     "acquire_prefix",
     "allocate",
     "append_tokens",
@@ -104,6 +110,7 @@ __all__ = [
     "init_cache",
     "init_pool",
     "init_prefix_cache",
+    "init_rule_params",
     "init_sampling_state",
     "init_state",
     "init_table",
@@ -116,9 +123,11 @@ __all__ = [
     "release_rows",
     "reparent",
     "reset_prefix_cache",
+    "row_of_tables",
     "sample",
     "sample_seed",
     "seed_words",
+    "set_rules",
     "truncate",
     "write_kv",
     "write_tokens",

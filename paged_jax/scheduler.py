@@ -122,7 +122,6 @@ class RequestState:
     has_progressed: bool = False
     start_time: float | None = None
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
-    start_time: float | None = None
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
