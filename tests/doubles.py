@@ -193,12 +193,10 @@ def audit(state) -> None:
     check_invariants(state.pool, state.table, state.prefix_cache)
 
 
-#: Programs of tiny models run a few hundred times: compiling them is nearly all that a test costs.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 class AuditedLLM(LLM):
     """An LLM that is audited after every step, and poisoned before it if `poison_value` is set.
+
+    It compiles for every other size of a batch only: each program is seconds of a test.
 
     Attributes:
         num_steps: calls of step() so far.
@@ -210,7 +208,8 @@ class AuditedLLM(LLM):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._runner._compile = lambda lowered, *_: lowered.compile(compiler_options=QUICK)
+        for name in ("token_buckets", "row_buckets"):
+            setattr(self._runner, name, getattr(self._runner, name)[::-2][::-1])
 
     def step(self):
         self.num_steps = getattr(self, "num_steps", 0) + 1
