@@ -14,7 +14,7 @@ from paged_jax.config import CacheConfig
 from paged_jax.detokenizer import Detokenizer
 from paged_jax.inputs import Namespaces, Prompt, cache_salt_of, max_new_tokens, tokenize
 from paged_jax.outputs import BeamSearchOutput, BeamSequence
-from paged_jax.runner import ModelRunner, bucket_for, bucket_sizes
+from paged_jax.runner import ModelRunner, RowChunk, bucket_for, bucket_sizes
 from paged_jax.sampling_params import BeamSearchParams
 from paged_jax.state import FinishReason, StepOutput
 
@@ -183,7 +183,8 @@ class BeamSearcher:
         for i, (row, search) in enumerate(zip(rows, wave, strict=True)):
             self.runner.set_namespace(row, search.namespace)
             if self.runner.has_prefix_cache and prompts[i]:
-                prompts[i] = prompts[i][self.runner.acquire_prefix(row, prompts[i], search.namespace) :]
+                num_cached = self.runner.acquire_prefix(row, prompts[i], search.namespace) or 0
+                prompts[i] = prompts[i][num_cached:]
         for chunk in _chunks(rows, prompts, self.max_num_batched_tokens):
             output = self.runner.prefill(chunk)
             self.watch(output)
@@ -232,14 +233,12 @@ class BeamSearcher:
             ]
 
 
-def _chunks(
-    rows: Iterable[int], prompts: Sequence[Sequence[int]], max_num_tokens: int
-) -> Iterator[list[tuple[Sequence[int], Sequence[int], bool]]]:
+def _chunks(rows: Iterable[int], prompts: Sequence[Sequence[int]], max_num_tokens: int) -> Iterator[list[RowChunk]]:
     """Chunks of at most max_num_tokens prompt tokens for ModelRunner.prefill; no row generates a token with them."""
     chunk, room = [], max_num_tokens
     for row, tokens in zip(rows, prompts, strict=True):
         while tokens:
-            chunk.append(([row], tokens[:room], False))
+            chunk.append(RowChunk(row, tokens[:room]))
             tokens, room = tokens[room:], room - len(tokens[:room])
             if room == 0:
                 yield chunk

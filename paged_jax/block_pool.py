@@ -59,6 +59,11 @@ class BlockPool:
         return self.ref_count.shape[-1]
 
     @property
+    def num_cached(self) -> Int32[Array, ""]:
+        """Free blocks whose content is cached."""
+        return self.count[CACHED]
+
+    @property
     def num_free(self) -> Int32[Array, ""]:
         """Blocks that can be handed out, cached ones included."""
         return self.count[UNCACHED] + self.count[CACHED]

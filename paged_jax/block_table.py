@@ -134,7 +134,7 @@ def append_tokens(
     num_new_tokens: Int32[Array, " S"],
     *,
     max_new_tokens: int,
-    reserve: Int32[Array, ""] | int = 0,
+    reserve: Int32[Array, " S"] | Int32[Array, ""] | int = 0,
 ) -> tuple[BlockPool, BlockTable, Appended]:
     """Makes room for num_new_tokens[s] more tokens in each row s, all rows or none.
 
@@ -145,7 +145,8 @@ def append_tokens(
         pool, table: may be donated.
         num_new_tokens: int32 [S] tokens per row, each in 0 ... max_new_tokens.
         max_new_tokens: static bound on one row's tokens (1 in a decode step).
-        reserve: blocks that must stay free; a privileged call passes 0.
+        reserve: blocks that must stay free if any row takes one, or int32 [S]: if this row takes one. A privileged row
+            has 0.
 
     Returns:
         (pool, table, appended). Status BAD_LENGTH: a count out of range; TABLE_FULL: a row would need more than
@@ -163,6 +164,7 @@ def append_tokens(
     copies, last, ref_count = _copies(pool.ref_count, table, num_new_tokens)
     pool = replace(pool, ref_count=ref_count)
     need = (_growth(table, num_new_tokens) + copies) * (in_range & fits)
+    reserve = jnp.max(jnp.where(jnp.any(need > 0, axis=0), reserve, 0))
     pool, ids, status = allocate(pool, need.T.reshape(-1), max_blocks=max_blocks, reserve=reserve)
     ids = ids.reshape(num_rows, num_groups, max_blocks).swapaxes(0, 1)
     status = jnp.where(in_range, jnp.where(fits, status, Status.TABLE_FULL), Status.BAD_LENGTH).astype(jnp.int32)
@@ -301,6 +303,52 @@ def acquire(
     block_ids = table.block_ids.at[:, target, : block_ids.shape[1]].set(block_ids, mode="drop")
     seq_lens = table.seq_lens.at[target].set(num_tokens, mode="drop")
     return pool, replace(table, block_ids=block_ids, seq_lens=seq_lens), status
+
+
+@typed
+def restore(
+    pool: BlockPool,
+    table: BlockTable,
+    numbers: Int32[Array, "G S M"],
+    seq_lens: Int32[Array, " S"],
+    num_blocks: Int32[Array, ""],
+    *,
+    max_blocks: int,
+    reserve: Int32[Array, ""] | int = 0,
+) -> tuple[BlockPool, BlockTable, Int32[Array, " n"], Int32[Array, ""]]:
+    """Gives empty rows blocks of their own that they share among each other as `numbers` says: the way back of rows
+    whose blocks were copied elsewhere and released. All or nothing; the caller writes the blocks' content.
+
+    Args:
+        pool, table: may be donated.
+        numbers: int32 [G, S, M]; entry (g, s, m) of the table becomes the block numbers[g, s, m], counted from 1, of
+            those taken; 0 past a row's last block and for rows that are left alone.
+        seq_lens: int32 [S] tokens of each restored row, 0 for rows that are left alone.
+        num_blocks: int32 [] blocks to take: the largest of the numbers.
+        max_blocks: static bound on num_blocks, the length n of the ids that are returned.
+        reserve: blocks that must stay free.
+
+    Returns:
+        (pool, table, ids, status): ids int32 [n] the blocks taken, in the order of their numbers, then null blocks.
+        ROW_IN_USE if a restored row holds tokens, OUT_OF_BLOCKS, BAD_LENGTH if num_blocks is not in 0 ... max_blocks.
+    """
+    _check_rows("seq_lens", seq_lens, table)
+    restored = seq_lens > 0
+    in_use = jnp.any(restored & (table.seq_lens > 0))
+    pool, ids, status = allocate(pool, jnp.where(in_use, 0, num_blocks)[None], max_blocks=max_blocks, reserve=reserve)
+    status = jnp.where(in_use, Status.ROW_IN_USE, status).astype(jnp.int32)
+    numbers = numbers * (status == Status.OK)
+    entries = jnp.concatenate([jnp.zeros(1, jnp.int32), ids[0]])[numbers]
+    # allocate() has counted one owner of each block already.
+    more_owners = jnp.zeros(max_blocks + 1, jnp.int32).at[numbers].add(1)[1:] - 1
+    pool = replace(pool, ref_count=pool.ref_count.at[ids[0]].add(jnp.where(ids[0] != NULL_BLOCK, more_owners, 0)))
+    chosen = restored & (status == Status.OK)
+    table = replace(
+        table,
+        block_ids=jnp.where(chosen[None, :, None], entries, table.block_ids),
+        seq_lens=jnp.where(chosen, seq_lens, table.seq_lens),
+    )
+    return pool, table, ids[0], status
 
 
 @typed

@@ -5,6 +5,9 @@ from numbers import Integral
 
 import jax.numpy as jnp
 
+#: Orders in which requests start, and ways to make room for others.
+POLICIES = ("fcfs", "sjf", "priority")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 #: Storage formats of K and V.
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -116,3 +119,38 @@ class CacheConfig:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` stored tokens owns, over all groups."""
         return self.num_groups * cdiv(num_tokens, self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs, and what happens when blocks run out.
+
+    Attributes:
+        policy: order in which requests start. "fcfs": of arrival; "priority": lowest value first, then of arrival;
+            "sjf": shortest expected work first, where waiting makes a request shorter, so that none starves.
+        preemption_mode: what becomes of the blocks of a request that must make room: "recompute" releases them, "swap"
+            copies them to the host and back, "auto" does what takes less time. All give the same results.
+        watermark: share of the pool, 0 ... 1, that admission leaves free for the growth of running requests. The first
+            request of an idle engine starts regardless.
+        priority_reserve: share of the pool, 0 ... 1, that only requests with a priority below 0 use.
+        num_host_blocks: blocks that swapped requests may keep on the host together; beyond, they are computed again.
+            Default: as many as the pool has.
+    """
+
+    policy: str = "fcfs"
+    preemption_mode: str = "auto"
+    watermark: float = 0.05
+    priority_reserve: float = 0.0
+    num_host_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("policy", POLICIES), ("preemption_mode", PREEMPTION_MODES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"scheduling {name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("watermark", "priority_reserve"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name} must be a share of the pool in [0, 1], got {value!r}")
+        blocks = self.num_host_blocks
+        if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, Integral) or blocks < 0):
+            raise ValueError(f"num_host_blocks must be an integer >= 0, or None, got {blocks!r}")

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from paged_jax import block_table, prefix_cache
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
-from paged_jax.block_pool import CACHED, Status
+from paged_jax.block_pool import NULL_BLOCK, Status, exclusive_cumsum
 from paged_jax.block_table import Appended, append_tokens
 from paged_jax.kv_cache import KVCache, copy_blocks
 from paged_jax.prefix_cache import PrefixCache
@@ -37,12 +37,12 @@ def _append(
     state: EngineState, counts: Array, *, max_new_tokens: int, reserve: Array | int = 0
 ) -> tuple[EngineState, Appended]:
     """append_tokens on the state; counts the copies and evictions."""
-    num_cached = state.pool.count[CACHED]
+    num_cached = state.pool.num_cached
     pool, table, appended = append_tokens(
         state.pool, state.table, counts, max_new_tokens=max_new_tokens, reserve=reserve
     )
     num_copies = jnp.sum(appended.copy_dst != 0, dtype=jnp.uint32)
-    num_evicted = (num_cached - pool.count[CACHED]).astype(jnp.uint32)
+    num_evicted = (num_cached - pool.num_cached).astype(jnp.uint32)
     counters = state.counters
     counters = replace(counters, copies=counters.copies + num_copies, evictions=counters.evictions + num_evicted)
     return replace(state, pool=pool, table=table, counters=counters), appended
@@ -144,26 +144,24 @@ def _prefill_step(
     plan: PrefillPlan,
     *,
     vocab_size: int | None = None,
-    reserve: Array | int = 0,
     implementation: str | None = None,
 ) -> tuple[EngineState, StepOutput]:
-    """Stores one chunk of prompt tokens and draws the first token of each row whose prompt is complete.
+    """Stores chunks of prompts and draws the first token of each row whose prompt is complete; active rows that take
+    part store the token that they generated last and draw the next one.
 
-    Rows that fork such a row share all its blocks; the first write of each into a partially filled one copies it.
+    Rows that fork another row share all its blocks; the first write of each into a partially filled one copies it.
 
     Args:
         forward: the model, static. params: its weights.
         state: donated.
-        plan: the chunk; a row continues where its last chunk ended.
+        plan: the step; a row continues where its last chunk ended.
         vocab_size: static; logits columns from here on are padding. None: there is no padding.
-        reserve: blocks that must stay free.
         implementation: static, attention implementation, None = by device.
 
     Returns:
-        (state, output) with K = 1. Status not OK: nothing was stored, the state is unchanged. ROW_IN_USE: a row of the
-        plan is active, its prompt is complete, or a row that is to fork holds tokens; ROW_EMPTY: it forks a row whose
-        prompt does not end with this chunk; BAD_LENGTH: more tokens than T, or a negative count; otherwise as for
-        append_tokens.
+        (state, output) with K = 1. Status not OK: nothing was stored, the state is unchanged. ROW_IN_USE: an active row
+        has more than one token, or a row that is to fork holds tokens; ROW_EMPTY: it forks a row without tokens in this
+        step; BAD_LENGTH: more tokens than T, or a negative count; otherwise as for append_tokens.
     """
     _check_plan(plan, state)
     num_rows, max_tokens = state.is_active.shape[0], plan.token_ids.shape[0]
@@ -172,18 +170,23 @@ def _prefill_step(
     is_child = parents != row
     refused = _refusal(plan, state, parents)
     counts = plan.num_new_tokens * (refused == Status.OK)
-    state, appended = _append(state, counts, max_new_tokens=max_tokens, reserve=reserve)
+    has_tokens = counts > 0
+    rows = merge_rows(~state.is_active & has_tokens | is_child, plan.rows, state.rows)
+    state, appended = _append(state, counts, max_new_tokens=max_tokens, reserve=rows.reserve)
     status = jnp.where(refused == Status.OK, appended.status, refused).astype(jnp.int32)
     min_free = state.pool.num_free
 
     def run(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
-        state = replace(state, rows=merge_rows((counts > 0) | is_child, plan.rows, state.rows))
-        batch = build_ragged_batch(state.table, appended, counts, plan.token_ids, implementation=implementation)
+        is_decode = state.is_active & has_tokens
+        first = jnp.where(is_decode, exclusive_cumsum(counts), max_tokens)
+        token_ids = plan.token_ids.at[first].set(state.last_token, mode="drop")
+        state = replace(state, rows=rows)
+        batch = build_ragged_batch(state.table, appended, counts, token_ids, implementation=implementation)
         batch = replace(batch, logits_indices=batch.logits_indices[parents])
         state, logits = _compute(forward, params, state, batch, appended, counts, max_tokens, implementation)
         # No status: _refusal has looked.
         pool, table, _ = block_table.fork(state.pool, state.table, parents)
-        draws = (plan.is_last & (counts > 0)) | is_child
+        draws = (has_tokens & (plan.is_last | is_decode))[parents]
         return _commit(replace(state, pool=pool, table=table), row, logits, draws, vocab_size)
 
     def refuse(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
@@ -198,6 +201,7 @@ def _prefill_step(
         finish=finish,
         num_steps=is_ok.astype(jnp.int32),
         num_free=state.pool.num_free,
+        num_cached=state.pool.num_cached,
         min_free=min_free,
         status=status,
         counters=state.counters,
@@ -208,9 +212,9 @@ def _refusal(plan: PrefillPlan, state: EngineState, parents: Array) -> Array:
     """The Status of a plan, before the pool is asked."""
     num_rows, max_tokens = state.is_active.shape[0], plan.token_ids.shape[0]
     is_child = parents != jnp.arange(num_rows, dtype=jnp.int32)
-    is_parent = plan.is_last & (plan.num_new_tokens > 0)
-    has_parent = (parents >= 0) & (parents < num_rows) & is_parent[jnp.clip(parents, 0, num_rows - 1)]
-    in_use = state.is_active & (plan.num_new_tokens > 0) | is_child & ((state.table.seq_lens + plan.num_new_tokens) > 0)
+    grows = plan.num_new_tokens > 0
+    has_parent = (parents >= 0) & (parents < num_rows) & grows[jnp.clip(parents, 0, num_rows - 1)]
+    in_use = state.is_active & (plan.num_new_tokens > 1) | is_child & ((state.table.seq_lens + plan.num_new_tokens) > 0)
     is_too_long = jnp.sum(plan.num_new_tokens, dtype=jnp.int32) > max_tokens
     refused = jnp.where(is_too_long, Status.BAD_LENGTH, Status.OK)
     refused = jnp.where(jnp.any(is_child & ~has_parent), Status.ROW_EMPTY, refused)
@@ -237,6 +241,7 @@ def _decode_many(
     state: EngineState,
     *,
     num_steps: int,
+    until_finish: Array | bool = False,
     num_rows: int | None = None,
     vocab_size: int | None = None,
     implementation: str | None = None,
@@ -252,6 +257,7 @@ def _decode_many(
         forward: the model, static. params: its weights.
         state: donated.
         num_steps: static K >= 1.
+        until_finish: bool []: stop after a step in which a row finishes, for others wait for its room.
         num_rows: static, rows that one step computes: the first num_rows active ones take part, further ones wait
             until one of these has ended. Default: all rows. A row's tokens do not depend on it.
         vocab_size, implementation: as in prefill_step.
@@ -270,10 +276,11 @@ def _decode_many(
 
     def step(i: Array, carry: tuple[EngineState, StepOutput]) -> tuple[EngineState, StepOutput]:
         state, output = carry
-        takes_part = state.is_active.at[rows].get(mode="fill", fill_value=False) & (output.status == Status.OK)
+        goes_on = (output.status == Status.OK) & ~(until_finish & jnp.any(output.finish != FinishReason.NONE))
+        takes_part = state.is_active.at[rows].get(mode="fill", fill_value=False) & goes_on
         live = jnp.where(takes_part, rows, max_num_seqs)
         counts = jnp.zeros(max_num_seqs, jnp.int32).at[live].set(1, mode="drop")
-        state, appended = _append(state, counts, max_new_tokens=1)
+        state, appended = _append(state, counts, max_new_tokens=1, reserve=state.rows.reserve)
         output = replace(
             output,
             min_free=jnp.minimum(output.min_free, state.pool.num_free),
@@ -304,16 +311,24 @@ def _decode_many(
         finish=none,
         num_steps=jnp.int32(0),
         num_free=state.pool.num_free,
+        num_cached=state.pool.num_cached,
         min_free=state.pool.num_free,
         status=jnp.int32(Status.OK),
         counters=state.counters,
     )
     state, output = jax.lax.fori_loop(0, num_steps, step, (state, output))
-    return state, replace(output, num_free=state.pool.num_free, counters=state.counters)
+    return state, replace(
+        output, num_free=state.pool.num_free, num_cached=state.pool.num_cached, counters=state.counters
+    )
 
 
 def _acquire_prefix(
-    state: EngineState, row: Array, token_ids: Array, num_tokens: Array, namespace: Array
+    state: EngineState,
+    row: Array,
+    token_ids: Array,
+    num_tokens: Array,
+    namespace: Array,
+    num_blocks: Array | int = 0,
 ) -> tuple[EngineState, Array, Array]:
     """Gives an empty row the cached blocks that hold the beginning of its prompt; its prefill continues behind them.
 
@@ -322,10 +337,12 @@ def _acquire_prefix(
         row: int32 [].
         token_ids: int32 [L] the prompt, padded to any length; num_tokens: int32 [] its real length.
         namespace: int32 [] >= 0, as in RowParams.
+        num_blocks: int32 [] blocks that must be free for the row, its cached ones counted as far as they are free: it
+            does not start at all where it could not go on.
 
     Returns:
-        (state, num_cached_tokens [], status). ROW_IN_USE, and nothing changed, if the row holds tokens and there was
-        something to give it.
+        (state, num_cached_tokens [], status). Nothing changed if not OK. ROW_IN_USE: the row holds tokens, and there
+        was something to give it; OUT_OF_BLOCKS: fewer than num_blocks.
 
     Raises:
         ValueError: prefix caching is off.
@@ -334,7 +351,11 @@ def _acquire_prefix(
         raise ValueError("acquire_prefix(): this state has no prefix cache; init_state(enable_prefix_caching=True)")
     longest = state.table.block_ids.shape[-1] * state.table.block_size
     ids = prefix_cache.match_prefix(state.prefix_cache, state.pool, token_ids[:longest], num_tokens, namespace)
-    pool, table, status = block_table.acquire(state.pool, state.table, row, ids[None])
+    # Blocks that others hold already cost nothing.
+    num_shared = jnp.sum((ids != NULL_BLOCK) & (state.pool.ref_count[ids] > 0), dtype=jnp.int32)
+    fits = num_blocks - num_shared <= state.pool.num_free
+    pool, table, status = block_table.acquire(state.pool, state.table, row, ids[None] * fits)
+    status = jnp.where(fits, status, Status.OUT_OF_BLOCKS).astype(jnp.int32)
     is_ok = status == Status.OK
     num_cached = jnp.sum(ids != 0, dtype=jnp.int32) * state.table.block_size * is_ok
     counters = replace(

@@ -1,36 +1,32 @@
 """LLM: requests in, text out. Host policy around the jitted steps; owns the device state."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paged_jax.beam_engine import BeamSearcher
-from paged_jax.beam_search import BeamStepOutput
-from paged_jax.block_pool import Status
-from paged_jax.config import CacheConfig, check_positive
+from paged_jax.config import CacheConfig, SchedulerConfig, check_positive
+from paged_jax.engine_core import EngineCore
 from paged_jax.inputs import (
     Namespaces,
     Prompt,
     cache_salt_of,
     check_can_ever_fit,
     check_eos_token_ids,
+    check_priority,
     check_seed,
     derived_seed,
     max_new_tokens,
-    sample_seed,
     stop_token_ids,
     tokenize,
 )
-from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output, finished_output
+from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output, request_output
 from paged_jax.pretrained import pretrained_arguments
 from paged_jax.progress import Progress
 from paged_jax.runner import ModelRunner
-from paged_jax.sampling_params import BeamSearchParams, SamplingParams
-from paged_jax.scheduler import Request, RunningRequest, plan_admissions, plan_prefill
-from paged_jax.state import FinishReason, Forward, StepOutput
+from paged_jax.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from paged_jax.scheduler import Request
+from paged_jax.state import Forward
 
 
 class LLM:
@@ -46,16 +42,17 @@ class LLM:
         vocab_size: token ids are below it; logits columns from here on are padding. Default: all logits columns.
         eos_token_ids: token or tokens that end a sequence unless the request says ignore_eos.
         max_model_len: longest sequence in tokens, prompt and output. Default: what a row of the block table holds.
-        max_num_batched_tokens: prompt tokens that one step takes at most; longer prompts are stored in chunks.
-        decode_steps: decode steps per dispatch. Results do not depend on it.
+        max_num_batched_tokens: tokens that one step takes at most while prompts are stored, those of rows that generate
+            included; longer prompts are stored in chunks.
+        decode_steps: decode steps per dispatch while no prompt is stored. Results do not depend on it.
+        scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks: as in SchedulerConfig.
         enable_prefix_caching: keep the K/V of full blocks after their requests have ended, until the room is needed,
             and compute of a new prompt only what is not cached. Works with one cache group.
         seed: in [0, 2**64), from which requests that bring none get theirs.
         implementation: attention implementation, None = by device.
 
     Attributes:
-        num_free_blocks: free blocks after the last step, cached ones included.
-        peak_blocks: the most blocks that were ever in use at once.
+        core: the EngineCore: unfinished requests, counters of preemptions and swapped blocks.
         compile_count: programs compiled so far; `warmup()` compiles all of them.
     """
 
@@ -71,6 +68,11 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         decode_steps: int = 16,
+        scheduling_policy: str = "fcfs",
+        preemption_mode: str = "auto",
+        watermark: float = 0.05,
+        priority_reserve: float = 0.0,
+        num_host_blocks: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
         implementation: str | None = None,
@@ -83,13 +85,18 @@ class LLM:
                     f"LLM.max_model_len={max_model_len} exceeds the {cache_config.max_model_len} tokens of a row of "
                     "the block table; raise max_blocks_per_seq"
                 )
+        self.scheduler_config = SchedulerConfig(
+            policy=scheduling_policy,
+            preemption_mode=preemption_mode,
+            watermark=watermark,
+            priority_reserve=priority_reserve,
+            num_host_blocks=num_host_blocks,
+        )
         self.cache_config = cache_config
         self.tokenizer = tokenizer
         self.eos_token_ids = check_eos_token_ids(eos_token_ids)
         self.max_model_len = cache_config.max_model_len if max_model_len is None else max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_free_blocks = cache_config.num_blocks - 1
-        self.peak_blocks = 0
         self._seed = check_seed(seed)
         self._runner = ModelRunner(
             forward,
@@ -102,8 +109,7 @@ class LLM:
             implementation=implementation,
         )
         self._namespaces = Namespaces()
-        self._waiting: deque[Request] = deque()
-        self._running: list[RunningRequest] = []
+        self.core = EngineCore(self._runner, cache_config, self.scheduler_config, max_num_batched_tokens)
         self._num_requests = 0
 
     @classmethod
@@ -118,8 +124,13 @@ class LLM:
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
-        decode_steps: int = 16,
+        scheduling_policy: str = "fcfs",
+        preemption_mode: str = "auto",
+        watermark: float = 0.05,
+        priority_reserve: float = 0.0,
+        num_host_blocks: int | None = None,
         enable_prefix_caching: bool = True,
+        decode_steps: int = 16,
         seed: int = 0,
         implementation: str | None = None,
     ) -> "LLM":
@@ -134,8 +145,9 @@ class LLM:
                 max_model_len can use, at most 1 GiB on a CPU and 90 % of the free memory elsewhere.
             max_num_seqs: sequences in flight at once.
             max_model_len: longest sequence in tokens, prompt and output. Default: the model's.
-            max_num_batched_tokens: prompt tokens per step. Default: 256 on a CPU, 2048 elsewhere.
-            decode_steps, enable_prefix_caching, seed, implementation: as in LLM().
+            max_num_batched_tokens: as in LLM(). Default: 256 on a CPU, 2048 elsewhere.
+            scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks, enable_prefix_caching,
+                decode_steps, seed, implementation: as in LLM().
 
         Raises:
             ValueError: the files cannot be used, with the reasons; or an argument is out of range.
@@ -152,8 +164,13 @@ class LLM:
         )
         return cls(
             **arguments,
-            decode_steps=decode_steps,
+            scheduling_policy=scheduling_policy,
+            preemption_mode=preemption_mode,
+            watermark=watermark,
+            priority_reserve=priority_reserve,
+            num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            decode_steps=decode_steps,
             seed=seed,
             implementation=implementation,
         )
@@ -164,8 +181,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues every prompt; first come, first served when there are more prompts than rows.
+        """Continues every prompt, in the order of the scheduling policy when there are more than fit.
 
         Args:
             prompts: one or a list of: a text (special tokens in it are parsed as such), or
@@ -173,6 +191,7 @@ class LLM:
                 "cache_salt": only prompts with the same one share cached blocks.
             sampling_params: one for all prompts or one per prompt. Default: SamplingParams().
             use_tqdm: show a progress bar (if tqdm is installed).
+            priority: one per prompt, lower values go first. Default: 0 for all.
 
         Returns:
             One RequestOutput per prompt, in the order given. A prompt that cannot be served fails alone: its `error`
@@ -183,34 +202,47 @@ class LLM:
             RuntimeError: requests from add_request are unfinished.
         """
         self._check_idle("generate()")
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        if isinstance(sampling_params, Sequence):
-            if len(sampling_params) != len(prompts):
-                raise ValueError(
-                    f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt"
-                )
-            params = list(sampling_params)
-        else:
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        ids, done = [], {}
+        prompts, params = _as_lists(prompts, sampling_params)
+        done = {}
         try:
             with Progress(len(prompts), enabled=use_tqdm) as progress:
-                for prompt, param in zip(prompts, params, strict=True):
-                    ids.append(str(self._num_requests))
-                    try:
-                        self.add_request(ids[-1], prompt, param)
-                    except (ValueError, TypeError) as error:
-                        self._num_requests += 1
-                        done[ids[-1]] = failed_output(ids[-1], prompt, error)
-                        progress.update(done[ids[-1]])
+                ids, failed = self._add_all(prompts, params, priority)
+                for output in failed:
+                    done[output.request_id] = output
+                    progress.update(output)
                 while self.has_unfinished_requests():
-                    for output in self.step():
-                        done[output.request_id] = output
-                        progress.update(output)
+                    for state in self.core.step():
+                        if not state.live_samples:
+                            output = request_output(state, self.tokenizer)
+                            done[output.request_id] = output
+                            progress.update(output)
         except BaseException:
             self.abort_all()
             raise
         return [done[i] for i in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Continues every prompt like generate(), and yields what they have as soon as they have it.
+
+        A request yields once after each dispatch that brought it tokens, by default all that it has so far; see
+        SamplingParams.output_kind. Requests are numbered in the order of the prompts: their request_id is the number of
+        the first one plus their place. Ending the iteration early drops what is unfinished.
+        """
+        self._check_idle("stream()")
+        prompts, params = _as_lists(prompts, sampling_params)
+        try:
+            _, failed = self._add_all(prompts, params, priority)
+            yield from failed
+            while self.has_unfinished_requests():
+                yield from self.step()
+        finally:
+            self.abort_all()
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
@@ -247,7 +279,7 @@ class LLM:
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             namespaces=self._namespaces,
-            watch=self._count_blocks,
+            watch=self.core.count_blocks,
         )
         done = {}
         try:
@@ -258,24 +290,35 @@ class LLM:
         except BaseException:
             self.abort_all()
             raise
-        self.num_free_blocks = self._runner.num_free_blocks
         return [done[i] for i in range(len(prompts))]
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
         """Queues a request.
+
+        Args:
+            request_id: what its outputs are called; of no other unfinished request.
+            prompt, params: as for generate().
+            priority: lower values go first under the policy "priority", and under all of them make room last. Only
+                below 0 it may use the blocks of priority_reserve.
 
         Raises:
             ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
-                pool; it is text and there is no tokenizer; or its cache_salt is empty or too long.
-            TypeError: the prompt is neither text nor a dict with "prompt_token_ids", its cache_salt is no str, or
-                params are no SamplingParams.
+                pool; it is text and there is no tokenizer; its cache_salt is empty or too long; or priority is no
+                int32.
+            TypeError: request_id is no str; the prompt is neither text nor a dict with "prompt_token_ids"; its
+                cache_salt is no str; or params are no SamplingParams.
         """
         params = params or SamplingParams()
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if any(r.request_id == request_id for r in [*self._waiting, *(r.request for r in self._running)]):
+        if any(r.request.request_id == request_id for r in self.core.unfinished):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
         text, token_ids = tokenize(prompt, self.tokenizer, self._runner.vocab_size)
+        salt, priority, capacity = cache_salt_of(prompt), check_priority(priority), self.cache_config.num_blocks - 1
         request = Request(
             request_id=request_id,
             prompt=text,
@@ -284,40 +327,32 @@ class LLM:
             max_tokens=max_new_tokens(params, len(token_ids), self.max_model_len),
             stop_token_ids=stop_token_ids(params, self.eos_token_ids),
             seed=derived_seed(self._seed, self._num_requests) if params.seed is None else params.seed,
-            namespace=self._namespaces.number_of(cache_salt_of(prompt)),
+            cache_salt=salt,
+            namespace=self._namespaces.number_of(salt),
+            priority=priority,
+            number=self._num_requests,
+            reserve=0 if priority < 0 else int(self.scheduler_config.priority_reserve * capacity),
         )
         check_can_ever_fit(request, self.cache_config)
         self._num_requests += 1
-        self._waiting.append(request)
+        self.core.add(request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has something to do."""
-        return bool(self._waiting or self._running)
+        return bool(self.core.unfinished)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one dispatch: a chunk of waiting prompts, or else up to decode_steps decode steps of all rows.
+        """Runs one dispatch: a ragged step that brings prompts forward, with the next token of the rows that generate,
+        or, when no prompt is incomplete, up to decode_steps decode steps of these.
 
         Returns:
-            The requests that finished with it.
+            What the requests have that got tokens or finished with it; see SamplingParams.output_kind.
         """
-        for running in plan_admissions(self._waiting, self._running, self.cache_config):
-            self._waiting.popleft()
-            self._running.append(running)
-            for index, sample in enumerate(running.samples):
-                self._runner.set_row(sample.row, running.request, sample_seed(running.request.seed, index))
-        if not self._running:
-            return []
-        chunk = plan_prefill(self._running, self.max_num_batched_tokens, self._look_up)
-        num_live = sum(len(r.live_samples) for r in self._running)
-        output = self._prefill(chunk) if chunk else self._runner.decode(num_live)
-        if output.status != Status.OK:
-            raise RuntimeError(
-                f"the block manager refused a step that admission had promised room for: "
-                f"{Status(int(output.status))!r} with {int(output.num_free)} free blocks and {len(self._running)} "
-                "running requests; this is a bug"
-            )
-        self._count_blocks(output)
-        return list(self._commit(output))
+        return [
+            request_output(state, self.tokenizer)
+            for state in self.core.step()
+            if not state.live_samples or state.request.params.output_kind != RequestOutputKind.FINAL_ONLY
+        ]
 
     def abort(self, request_id: str) -> bool:
         """Drops an unfinished request with all its samples and gives their blocks back.
@@ -325,49 +360,36 @@ class LLM:
         Returns:
             Whether there was one with this id: it may have finished before.
         """
-        running = [r for r in self._running if r.request.request_id == request_id]
-        waiting = [r for r in self._waiting if r.request_id == request_id]
-        for request in waiting:
-            self._waiting.remove(request)
-        for request in running:
-            self._running.remove(request)
-            self._runner.release([s.row for s in request.live_samples])
-            self.num_free_blocks = self._runner.num_free_blocks
-        return bool(running or waiting)
+        found = [r for r in self.core.unfinished if r.request.request_id == request_id]
+        for state in found:
+            self.core.abort(state)
+        return bool(found)
 
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back."""
-        self._waiting.clear()
-        self._running.clear()
-        self._runner.reset()
-        self.num_free_blocks = self._runner.num_free_blocks
+        self.core.abort_all()
 
     def reset_prefix_cache(self) -> None:
-        """Forgets everything that is cached.
-
-        Raises:
-            RuntimeError: blocks are in use.
-        """
+        """Forgets everything that is cached. Running requests compute again what they need."""
+        self.core.preempt_all()
         if not self._runner.reset_prefix_cache():
-            raise RuntimeError(
-                f"reset_prefix_cache() needs an idle engine, {len(self._running)} requests hold blocks; finish or "
-                "abort them first"
-            )
+            raise RuntimeError("reset_prefix_cache() was refused though no request runs; this is a bug")
 
     def update_params(self, params: Any) -> None:
-        """Takes other weights for all requests to come; nothing that was cached under the old ones is found again.
+        """Takes other weights, at any time between steps.
+
+        Nothing that was computed under the old ones is used again: unfinished requests keep their tokens and compute
+        the rest of their lives under the new weights.
 
         Args:
-            params: a pytree with the structure, shapes and dtypes of the present one.
+            params: a pytree with the structure, shapes, dtypes and shardings of the present one.
 
         Raises:
             ValueError: it has others.
-            RuntimeError: requests are unfinished.
         """
-        if self.has_unfinished_requests():
-            raise RuntimeError("update_params() needs an idle engine; finish or abort the unfinished requests first")
         self._runner.update_params(params)
         self._namespaces.forget()
+        self.core.change_namespaces(self._namespaces)
 
     def warmup(self) -> list[str]:
         """Compiles every program that generation can need; afterwards compile_count stays constant.
@@ -388,6 +410,16 @@ class LLM:
         return dict(self._runner.counters)
 
     @property
+    def num_free_blocks(self) -> int:
+        """Blocks that are free now, cached ones included."""
+        return self._runner.num_free_blocks
+
+    @property
+    def peak_blocks(self) -> int:
+        """The most blocks that were ever in use at once."""
+        return self.core.peak_blocks
+
+    @property
     def kv_cache_usage(self) -> float:
         """Share of the pool's blocks that are in use, 0 ... 1, after the last step."""
         return 1 - self.num_free_blocks / (self.cache_config.num_blocks - 1)
@@ -398,36 +430,30 @@ class LLM:
                 f"{caller} needs an idle engine: first call step() until has_unfinished_requests() is False"
             )
 
-    def _count_blocks(self, output: StepOutput | BeamStepOutput) -> None:
-        self.num_free_blocks = int(output.num_free)
-        self.peak_blocks = max(self.peak_blocks, self.cache_config.num_blocks - 1 - int(output.min_free))
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int] | None
+    ) -> tuple[list[str], list[RequestOutput]]:
+        """Queues all prompts under consecutive numbers: (their ids, the results of those that cannot be served)."""
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"{len(priority)} priorities for {len(prompts)} prompts; give one per prompt")
+        ids, failed = [], []
+        for prompt, param, level in zip(prompts, params, priority or [0] * len(prompts), strict=True):
+            ids.append(str(self._num_requests))
+            try:
+                self.add_request(ids[-1], prompt, param, priority=level)
+            except (ValueError, TypeError) as error:
+                self._num_requests += 1
+                failed.append(failed_output(ids[-1], prompt, error))
+        return ids, failed
 
-    def _look_up(self, running: RunningRequest) -> None:
-        """Starts a request with what the prefix cache has of its prompt."""
-        request, num_cached = running.request, 0
-        if self._runner.has_prefix_cache and not request.params.skip_reading_prefix_cache:
-            row = running.samples[0].row
-            num_cached = self._runner.acquire_prefix(row, request.prompt_token_ids, request.namespace)
-        running.num_computed_tokens = running.num_cached_tokens = num_cached
 
-    def _prefill(self, chunk: Sequence[tuple[RunningRequest, int]]) -> StepOutput:
-        chunks = []
-        for running, count in chunk:
-            start = running.num_computed_tokens
-            token_ids = running.request.prompt_token_ids[start : start + count]
-            rows = [sample.row for sample in running.samples]
-            chunks.append((rows, token_ids, count == running.num_prompt_tokens_left))
-        output = self._runner.prefill(chunks)
-        for running, count in chunk:
-            running.num_computed_tokens += count
-        return output
-
-    def _commit(self, output: StepOutput) -> Iterator[RequestOutput]:
-        for running in list(self._running):
-            for sample in running.live_samples:
-                new = np.asarray(output.token_ids)[sample.row, : int(output.num_tokens[sample.row])]
-                sample.token_ids += new.tolist()
-                sample.finish = FinishReason(int(output.finish[sample.row]))
-            if not running.live_samples:
-                self._running.remove(running)
-                yield finished_output(running, self.tokenizer)
+def _as_lists(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> tuple[list[Prompt], list[SamplingParams]]:
+    """A list of prompts and as many sampling parameters."""
+    prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+    if not isinstance(params, Sequence):
+        return prompts, [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
+    return prompts, list(params)

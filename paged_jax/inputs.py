@@ -131,14 +131,22 @@ def check_can_ever_fit(request: Request, config: CacheConfig) -> None:
     num_samples, num_rows = request.params.n, config.max_num_seqs
     if num_samples > num_rows:
         raise ValueError(f"n={num_samples} samples need as many rows, max_num_seqs={num_rows}; lower n or raise it")
-    need, capacity = request.num_blocks_needed(config, num_samples), config.num_blocks - 1
+    need, capacity = request.num_blocks_needed(config), config.num_blocks - 1 - request.reserve
     if need > capacity:
+        held_back = f" beside the {request.reserve} blocks reserved for priorities below 0" if request.reserve else ""
         raise ValueError(
             f"the request needs {need} blocks of {config.block_size} tokens (a prompt of "
             f"{len(request.prompt_token_ids)} tokens, n={num_samples}, max_tokens={request.max_tokens}), but the pool "
-            f"has only {capacity} = {capacity * config.block_size // config.num_groups} tokens; raise num_blocks, or "
-            "lower max_tokens, n or the prompt's length"
+            f"has only {capacity} = {capacity * config.block_size // config.num_groups} tokens{held_back}; raise "
+            "num_blocks, or lower max_tokens, n or the prompt's length"
         )
+
+
+def check_priority(priority: object) -> int:
+    """Raises ValueError unless priority is an integer of 32 bits."""
+    if isinstance(priority, bool) or not isinstance(priority, int | np.integer) or not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority must be an integer in [-2**31, 2**31), got {priority!r}")
+    return int(priority)
 
 
 def check_seed(seed: object) -> int:

@@ -159,3 +159,17 @@ def copy_blocks(
         return tuple(a.at[dst].set(a[src]) for a in arrays)
 
     return replace(cache, k=copied(cache.k), v=copied(cache.v))
+
+
+def read_blocks(cache: KVCache, block_ids: Int32[Array, " n"]) -> tuple[Shaped[Array, "n block K H"], ...]:
+    """The content of blocks: for each K array, then for each V array, [n, block_size, num_kv_heads, head_dim]."""
+    return tuple(array[block_ids] for array in (*cache.k, *cache.v))
+
+
+def write_blocks(
+    cache: KVCache, block_ids: Int32[Array, " n"], blocks: tuple[Shaped[Array, "n block K H"], ...]
+) -> KVCache:
+    """Writes what `read_blocks` gave into these blocks; ids differ, but for null blocks, which are padding."""
+    num_arrays = len(cache.k)
+    written = [a.at[block_ids].set(b) for a, b in zip((*cache.k, *cache.v), blocks, strict=True)]
+    return replace(cache, k=tuple(written[:num_arrays]), v=tuple(written[num_arrays:]))

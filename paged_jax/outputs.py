@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_jax.detokenizer import Detokenizer
-from paged_jax.scheduler import Request, RunningRequest, Sample
+from paged_jax.sampling_params import RequestOutputKind
+from paged_jax.scheduler import Request, RequestState, Sample
 from paged_jax.state import FinishReason
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ERROR: "error"}
@@ -20,14 +21,14 @@ class CompletionOutput:
         text: the generated text, without the prompt; "" without a tokenizer or with detokenize=False.
         token_ids: generated tokens; a stop token that ended it is the last one.
         finish_reason: "stop" (a stop or end-of-sequence token), "length", or "error" (see the request's
-            `error`).
+            `error`); None while it goes on.
         stop_reason: the id from stop_token_ids that ended it; None for the end-of-sequence token and other reasons.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | None = None
 
 
@@ -90,18 +91,21 @@ class BeamSearchOutput:
     error: Exception | None = None
 
 
-def finished_output(running: RunningRequest, tokenizer: Any | None) -> RequestOutput:
-    """The result of a request whose samples have all ended on the device."""
-    request = running.request
-    completions = [_completion(request, i, sample, tokenizer) for i, sample in enumerate(running.samples)]
+def request_output(state: RequestState, tokenizer: Any | None) -> RequestOutput:
+    """What the request has so far, or since its last output if it asked for that."""
+    request, completions, errors = state.request, [], []
+    for index, sample in enumerate(state.samples):
+        completion, error = _completion(request, index, sample, tokenizer)
+        completions.append(completion)
+        errors.append(error)
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[completion for completion, _ in completions],
-        finished=True,
-        num_cached_tokens=running.num_cached_tokens or 0,
-        error=next((error for _, error in completions if error), None),
+        outputs=completions,
+        finished=not state.live_samples,
+        num_cached_tokens=state.num_cached_tokens or 0,
+        error=next((error for error in errors if error), None),
     )
 
 
@@ -120,11 +124,13 @@ def _completion(
         except Exception as failure:  # foreign code: its failure must not touch other requests
             error, finish = failure, FinishReason.ERROR
     stopped_by = token_ids[-1] if finish == FinishReason.STOP else None
+    new = slice(sample.num_emitted, None) if request.params.output_kind == RequestOutputKind.DELTA else slice(None)
+    sample.num_emitted = len(token_ids)
     completion = CompletionOutput(
         index=index,
         text=text,
-        token_ids=token_ids,
-        finish_reason=_FINISH_REASONS[finish],
+        token_ids=token_ids[new],
+        finish_reason=_FINISH_REASONS.get(finish),
         stop_reason=stopped_by if stopped_by in request.params.stop_token_ids else None,
     )
     return completion, error

@@ -1,8 +1,9 @@
 """ModelRunner: owns the device state and the compiled programs; turns plans into StepOutputs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from paged_jax.inputs import MAX_STOP_TOKEN_IDS
 from paged_jax.sampling import seed_words
 from paged_jax.scheduler import Request
 from paged_jax.state import EngineState, Forward, PrefillPlan, StepOutput, init_state
+from paged_jax.swap import BlockContent, RowPlan, read_blocks, restore_rows, write_blocks
 
 #: XLA:CPU multiplies a handful of rows faster with oneDNN than with its default library: decode steps of 4 to 16 rows
 #: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md). XLA cannot store
@@ -28,6 +30,8 @@ _ONEDNN = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
 }
 _ONEDNN_MIN_ROWS = 4
+#: Blocks that one transfer between device and host moves.
+_BLOCKS_PER_TRANSFER = 32
 
 
 def bucket_sizes(maximum: int, minimum: int = 1) -> tuple[int, ...]:
@@ -44,12 +48,53 @@ def bucket_for(size: int, buckets: Sequence[int]) -> int:
     return next(b for b in buckets if b >= size)
 
 
+class RowChunk(NamedTuple):
+    """What one row stores in a ragged step.
+
+    Attributes:
+        row: of the block tables.
+        token_ids: its next tokens; a row that generates has one, which the device knows itself.
+        is_last: it generates a token with this step.
+        children: rows that fork it, and generate a token if it does.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    is_last: bool = False
+    children: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedRows:
+    """Rows on the host: what swap_out took.
+
+    Attributes:
+        numbers: int32 [G, n, M] as in RowPlan, for n rows.
+        seq_lens: int32 [n] tokens that each row held.
+        num_blocks: blocks that the rows held together.
+        content: of the blocks, in the order of their numbers, a few at a time.
+    """
+
+    numbers: np.ndarray
+    seq_lens: np.ndarray
+    num_blocks: int
+    content: list[BlockContent]
+
+
+class ReturningRow(NamedTuple):
+    """A saved row comes back: into `row`, with the token that it generated last, if it generates already."""
+
+    row: int
+    last_token: int
+    is_active: bool
+
+
 class ModelRunner:
     """Runs steps of one model.
 
     Every program is compiled ahead of its first run for a shape from a short list, so that no step retraces:
-    prefill chunks of 16, 32, ... max_num_batched_tokens tokens, decode steps of 1, 2, 4, ... max_num_seqs rows, and the
-    look-up of a prompt in the prefix cache.
+    ragged steps of 16, 32, ... max_num_batched_tokens tokens, decode steps of 1, 2, 4, ... max_num_seqs rows, the
+    look-up of a prompt in the prefix cache, and what swapping needs.
 
     Args: as of LLM.
 
@@ -81,6 +126,7 @@ class ModelRunner:
             enable_prefix_caching=enable_prefix_caching,
         )
         self._state = self._init_state()
+        self._block_transfer = min(_BLOCKS_PER_TRANSFER, cache_config.num_blocks - 1)
         self.counters = dict.fromkeys(vars(self._state.counters), 0)
         self._last_counters = self.counters
         # The host's copy of the row parameters: written when a request gets its row, copied into each plan.
@@ -98,7 +144,7 @@ class ModelRunner:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that the pool can hand out now."""
-        return int(self._state.pool.num_free)
+        return int(np.asarray(self._state.pool.count).sum())
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -114,8 +160,10 @@ class ModelRunner:
         """Programs compiled so far."""
         return len(self._programs)
 
-    def set_row(self, row: int, request: Request, seed: int) -> None:
-        """Gives `row` the parameters of its new request; they travel with the first chunk of the prompt."""
+    def set_row(self, row: int, request: Request, seed: int, num_generated: int) -> None:
+        """Gives `row` the parameters of its request, which has generated tokens before if it was preempted; they travel
+        with the row's next tokens."""
+        self.set_namespace(row, request.namespace)
         sampling, params = self._rows.sampling, request.params
         stop = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
         stop[: len(request.stop_token_ids)] = request.stop_token_ids
@@ -125,41 +173,41 @@ class ModelRunner:
             (sampling.top_p, params.top_p),
             (sampling.min_p, params.min_p),
             (sampling.seed, seed_words(seed)),
-            (self._rows.num_remaining, request.max_tokens),
+            (self._rows.num_remaining, request.max_tokens - num_generated),
             (self._rows.stop_token_ids, stop),
+            (self._rows.reserve, request.reserve),
         ):
             cast(np.ndarray, array)[row] = value
-        self.set_namespace(row, request.namespace)
 
     def set_namespace(self, row: int, namespace: int) -> None:
-        """Decides under which namespace the blocks that `row` fills are cached; travels like the parameters."""
+        """Decides under which namespace the blocks that `row` fills are cached, and that it may use every block; like
+        the parameters it travels with the row's tokens."""
         cast(np.ndarray, self._rows.namespace)[row] = namespace
+        cast(np.ndarray, self._rows.reserve)[row] = 0
 
-    def acquire_prefix(self, row: int, token_ids: Sequence[int], namespace: int) -> int:
-        """Gives the empty `row` the cached blocks of its prompt and returns the number of tokens in them."""
+    def acquire_prefix(self, row: int, token_ids: Sequence[int], namespace: int, num_blocks: int = 0) -> int | None:
+        """Gives the empty `row` the cached blocks of its tokens and returns the number of tokens in them; None, and
+        nothing happens, unless num_blocks blocks are free, cached ones that others hold already not counted."""
         padded = np.zeros(self._max_prompt_tokens, np.int32)
         padded[: len(token_ids)] = token_ids
         program = self._program("acquire", len(padded))
-        arguments = (np.int32(row), padded, np.int32(len(token_ids)), np.int32(namespace))
+        arguments = (np.int32(row), padded, np.int32(len(token_ids)), np.int32(namespace), np.int32(num_blocks))
         self._state, num_cached, status = program(self._state, *arguments)
+        if status == Status.OUT_OF_BLOCKS:
+            return None
         _check("acquire_prefix", status)
         return int(num_cached)
 
-    def prefill(self, chunks: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> StepOutput:
-        """Stores prompt tokens.
-
-        Args:
-            chunks: (rows, next tokens of the first of them, whether the prompt ends with them: then the other rows
-                fork it), together at most max_num_batched_tokens tokens.
-        """
+    def prefill(self, chunks: Sequence[RowChunk]) -> StepOutput:
+        """Runs one ragged step of at most max_num_batched_tokens tokens."""
         parents = np.arange(len(self._state.is_active), dtype=np.int32)
         counts = np.zeros(self._state.is_active.shape, np.int32)
         is_last = np.zeros(self._state.is_active.shape, bool)
         tokens: list[int] = []
-        for (row, *others), token_ids, ends in sorted(chunks, key=lambda c: c[0][0]):
+        for row, token_ids, ends, children in sorted(chunks):
             tokens += token_ids
             counts[row], is_last[row] = len(token_ids), ends
-            parents[others if ends else []] = row
+            parents[list(children)] = row
         padded = np.zeros(bucket_for(len(tokens), self.token_buckets), np.int32)
         padded[: len(tokens)] = tokens
         # Fresh arrays: the device may read host memory after this returns, so nothing here is written again.
@@ -172,9 +220,10 @@ class ModelRunner:
         )
         return self._run(self._program("prefill", len(padded)), plan)
 
-    def decode(self, num_active: int) -> StepOutput:
-        """Runs up to decode_steps steps of the `num_active` active rows."""
-        return self._run(self._program("decode", bucket_for(num_active, self.row_buckets)))
+    def decode(self, num_active: int, *, until_finish: bool = False) -> StepOutput:
+        """Runs up to decode_steps steps of the `num_active` active rows, or until one of them finishes."""
+        program = self._program("decode", bucket_for(num_active, self.row_buckets))
+        return self._run(program, until_finish=np.bool_(until_finish))
 
     def search(self, beams: BeamState) -> tuple[BeamState, BeamStepOutput]:
         """Runs up to decode_steps steps of beam searches; one program per shape of `beams`."""
@@ -186,6 +235,54 @@ class ModelRunner:
         self._state, *result = self._programs[key](self.params, self._state, beams)
         beams, output = jax.device_get(result)
         return beams, output
+
+    def held_blocks(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What rows hold: (ids [num_blocks] of their blocks, numbers [G, n, M] and seq_lens [n] as in SavedRows)."""
+        table = np.asarray(self._state.table.block_ids)[:, list(rows)]
+        ids, numbers = np.unique(np.append(table, 0), return_inverse=True)  # the null block gets number 0
+        return ids[1:], numbers[:-1].reshape(table.shape), np.asarray(self._state.table.seq_lens)[list(rows)]
+
+    def swap_out(self, rows: Sequence[int]) -> SavedRows:
+        """Copies what rows hold to the host and empties them."""
+        ids, numbers, seq_lens = self.held_blocks(rows)
+        program = self._program("read_blocks", self._block_transfer)
+        content = [_to_host(program(self._state, part)) for part in self._transfers(ids)]
+        jax.block_until_ready(content)
+        self.release(rows)
+        return SavedRows(numbers=numbers.astype(np.int32), seq_lens=seq_lens, num_blocks=len(ids), content=content)
+
+    def swap_in(self, saved: SavedRows, rows: Sequence[ReturningRow], reserve: int) -> bool:
+        """Brings saved rows back, with the parameters that set_row has given; False, and nothing happens, unless
+        `reserve` blocks stay free."""
+        table = self._state.table
+        seq_lens, last_token = np.zeros((2, *table.seq_lens.shape), np.int32)
+        numbers, is_active = np.zeros(table.block_ids.shape, np.int32), np.zeros(table.seq_lens.shape, bool)
+        where = [r.row for r in rows]
+        numbers[:, where], seq_lens[where] = saved.numbers, saved.seq_lens
+        last_token[where], is_active[where] = [r.last_token for r in rows], [r.is_active for r in rows]
+        plan = cast(Any, RowPlan)(
+            numbers=numbers,
+            num_blocks=np.int32(saved.num_blocks),
+            seq_lens=seq_lens,
+            rows=jax.tree.map(np.copy, self._rows),
+            last_token=last_token,
+            is_active=is_active,
+            reserve=np.int32(reserve),
+        )
+        self._state, ids, status = self._program("restore_rows", 1)(self._state, plan)
+        if status == Status.OUT_OF_BLOCKS:
+            return False
+        _check("restore_rows", status)
+        program = self._program("write_blocks", self._block_transfer)
+        for part, content in zip(self._transfers(np.asarray(ids)[: saved.num_blocks]), saved.content, strict=True):
+            self._state = program(self._state, part, _to_device(content))
+        return True
+
+    def _transfers(self, block_ids: np.ndarray) -> list[np.ndarray]:
+        """The ids in parts of the size of a transfer, padded with null blocks."""
+        size = self._block_transfer
+        padded = np.pad(block_ids.astype(np.int32), (0, -len(block_ids) % size))
+        return list(padded.reshape(-1, size))
 
     def release(self, rows: Sequence[int]) -> None:
         """Empties those of the rows that hold tokens."""
@@ -230,6 +327,9 @@ class ModelRunner:
             self._program("prefill", size)
         for size in self.row_buckets:
             self._program("decode", size)
+        for kind in ("read_blocks", "write_blocks"):
+            self._program(kind, self._block_transfer)
+        self._program("restore_rows", 1)
         lines = []
         if self.has_prefix_cache:
             self._program("acquire", self._max_prompt_tokens)
@@ -238,10 +338,12 @@ class ModelRunner:
             lines
             + [f"prefill_step: {size} tokens" for size in self.token_buckets]
             + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
+            + [f"{kind}: {self._block_transfer} blocks" for kind in ("read_blocks", "write_blocks")]
+            + ["restore_rows"]
         )
 
-    def _run(self, program: Any, *plan: PrefillPlan) -> StepOutput:
-        self._state, output = program(self.params, self._state, *plan)
+    def _run(self, program: Any, *plan: PrefillPlan, **options: Any) -> StepOutput:
+        self._state, output = program(self.params, self._state, *plan, **options)
         output = jax.device_get(output)
         counters = {name: int(count) for name, count in vars(output.counters).items()}
         for name, count in counters.items():
@@ -257,7 +359,24 @@ class ModelRunner:
     def _lower(self, kind: str, size: int) -> Any:
         if kind == "acquire":
             one = np.int32(0)
-            return acquire_prefix.lower(self._state, one, np.zeros(size, np.int32), one, one)
+            return acquire_prefix.lower(self._state, one, np.zeros(size, np.int32), one, one, one)
+        if kind == "read_blocks":
+            return read_blocks.lower(self._state, np.zeros(size, np.int32))
+        if kind == "write_blocks":
+            ids = np.zeros(size, np.int32)
+            return write_blocks.lower(self._state, ids, jax.eval_shape(read_blocks, self._state, ids))
+        if kind == "restore_rows":
+            table = self._state.table
+            plan = RowPlan(
+                numbers=table.block_ids,
+                num_blocks=jnp.int32(0),
+                seq_lens=table.seq_lens,
+                rows=self._state.rows,
+                last_token=self._state.last_token,
+                is_active=self._state.is_active,
+                reserve=jnp.int32(0),
+            )
+            return restore_rows.lower(self._state, plan)
         if kind == "prefill":
             plan = PrefillPlan(
                 token_ids=jnp.zeros(size, jnp.int32),
@@ -268,7 +387,27 @@ class ModelRunner:
             )
             return prefill_step.lower(self._forward, self.params, self._state, plan, **self._static)
         static = self._static | {"num_steps": self._decode_steps, "num_rows": size}
-        return decode_many.lower(self._forward, self.params, self._state, **static)
+        return decode_many.lower(self._forward, self.params, self._state, until_finish=np.bool_(False), **static)
+
+
+def _host_sharding() -> jax.sharding.Sharding | None:
+    """Where swapped blocks go on an accelerator: pinned host memory, if it has it. None: plain memory."""
+    device = jax.devices()[0]
+    if device.platform == "cpu" or "pinned_host" not in {m.kind for m in device.addressable_memories()}:
+        return None
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
+def _to_host(content: BlockContent) -> BlockContent:
+    sharding = _host_sharding()
+    return jax.device_get(content) if sharding is None else jax.device_put(content, sharding)
+
+
+def _to_device(content: BlockContent) -> BlockContent:
+    sharding = _host_sharding()
+    if sharding is None:
+        return content
+    return jax.device_put(content, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
 def _check(operation: str, status: Any) -> None:

@@ -1,5 +1,6 @@
 """How requests are continued and when they stop: `SamplingParams` and `BeamSearchParams`, validated on the host."""
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,14 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LENGTH_PENALTY = 4.0  # the length to this power stays inside float32, whatever the length
 MAX_SAMPLES = 16384
 GREEDY_TEMPERATURE = 1e-5  # below it a row is greedy, as in vLLM
+
+
+class RequestOutputKind(enum.Enum):
+    """What `step` and `stream` return of a request: all that it has so far, what is new, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,7 @@ class SamplingParams:
         max_tokens: number of tokens to generate, at least 1; None = until the context is full.
         detokenize: return text as well as token ids.
         skip_special_tokens: leave special tokens out of the text.
+        output_kind: what `step` and `stream` return; a RequestOutputKind.
         skip_reading_prefix_cache: compute the whole prompt even where it is cached; what it computes is cached.
 
     Raises:
@@ -50,6 +60,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     detokenize: bool = True
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool = False
 
     def __post_init__(self):
@@ -68,6 +79,8 @@ class SamplingParams:
             "skip_special_tokens": _bool("skip_special_tokens", self.skip_special_tokens),
             "skip_reading_prefix_cache": _bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache),
         }
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, got {_short(self.output_kind)}.")
         if values["n"] > 1 and values["temperature"] < GREEDY_TEMPERATURE:
             raise ValueError(f"n must be 1 when temperature is 0 (greedy), got {self.n}; all samples would be equal.")
         for name, value in values.items():

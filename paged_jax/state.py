@@ -42,12 +42,14 @@ class RowParams:
         num_remaining: int32 [S] tokens that the row may still generate, at least 1.
         stop_token_ids: int32 [S, J] tokens that end the row, padded with -1, which no token equals.
         namespace: int32 [S] >= 0: rows share cached blocks with rows of the same namespace only.
+        reserve: int32 [S] blocks that must stay free when the row takes one; 0 for privileged rows.
     """
 
     sampling: SamplingState
     num_remaining: Int32[Array, " S"]
     stop_token_ids: Int32[Array, "S J"]
     namespace: Int32[Array, " S"]
+    reserve: Int32[Array, " S"]
 
 
 @jax.tree_util.register_dataclass
@@ -97,15 +99,18 @@ class EngineState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """One chunk of prompt tokens, made on the host.
+    """One ragged step, made on the host: chunks of prompts, and the next token of rows that generate already.
 
     Attributes:
-        token_ids: int32 [T] the rows' tokens one after the other in row order, padded with 0.
-        num_new_tokens: int32 [S] tokens of this chunk per row.
-        is_last: bool [S] rows whose prompt is complete with this chunk: they generate their first token now.
-        rows: parameters of the rows with new tokens, and of those that fork them; others are not looked at.
-        parents: int32 [S] or None. A row s != parents[s] shares the prompt of row parents[s], whose last chunk this is,
-            and draws a first token of its own; parents[s] == s, or None: nothing is forked.
+        token_ids: int32 [T] the rows' tokens one after the other in row order, padded with 0. An active row has one
+            token, and what stands here for it is not looked at: it stores the token that it generated last.
+        num_new_tokens: int32 [S] tokens per row in this step.
+        is_last: bool [S] rows whose prompt is complete with this chunk: they generate a token now, like active rows.
+        rows: parameters of the rows with new tokens that are not active, and of those that fork them; others are not
+            looked at.
+        parents: int32 [S] or None. A row s != parents[s] shares all that row parents[s] holds after this step, which
+            must bring it tokens, and if that row generates a token draws one of its own; parents[s] == s, or None:
+            nothing is forked.
     """
 
     token_ids: Int32[Array, " T"]
@@ -126,6 +131,7 @@ class StepOutput:
         finish: int32 [S] FinishReason of the rows that ended in this dispatch and gave back their blocks.
         num_steps: int32 [] steps that ran, <= K.
         num_free: int32 [] free blocks afterwards.
+        num_cached: int32 [] of these, blocks whose content is cached.
         min_free: int32 [] the fewest free blocks that there were at any moment.
         status: int32 [] Status. Not OK: the next step was refused; the state is as after num_steps steps, so that no
             token is lost and the same call can be made again when there is room.
@@ -137,6 +143,7 @@ class StepOutput:
     finish: Int32[Array, " S"]
     num_steps: Int32[Array, ""]
     num_free: Int32[Array, ""]
+    num_cached: Int32[Array, ""]
     min_free: Int32[Array, ""]
     status: Int32[Array, ""]
     counters: BlockCounters
@@ -167,6 +174,7 @@ def init_state(config: CacheConfig, *, max_stop_token_ids: int = 8, enable_prefi
             num_remaining=jnp.zeros(num_rows, jnp.int32),
             stop_token_ids=jnp.full((num_rows, max_stop_token_ids), -1, jnp.int32),
             namespace=jnp.zeros(num_rows, jnp.int32),
+            reserve=jnp.zeros(num_rows, jnp.int32),
         ),
         last_token=jnp.zeros(num_rows, jnp.int32),
         is_active=jnp.zeros(num_rows, bool),

@@ -199,7 +199,7 @@ class AuditedLLM(LLM):
     It compiles for every other size of a batch only: each program is seconds of a test.
 
     Attributes:
-        num_steps: calls of step() so far.
+        num_steps: dispatches so far.
         states: what `watch` returned after each step.
     """
 
@@ -210,16 +210,20 @@ class AuditedLLM(LLM):
         super().__init__(*args, **kwargs)
         for name in ("token_buckets", "row_buckets"):
             setattr(self._runner, name, getattr(self._runner, name)[::-2][::-1])
+        self.num_steps = 0
+        real_step = self.core.step
 
-    def step(self):
-        self.num_steps = getattr(self, "num_steps", 0) + 1
-        if self.poison_value is not None:
-            self._runner._state = poison(self._runner._state, self.poison_value)
-        outputs = super().step()
-        audit(self._runner._state)
-        if self.watch is not None:
-            self.watch(self._runner._state)
-        return outputs
+        def step():
+            self.num_steps += 1
+            if self.poison_value is not None:
+                self._runner._state = poison(self._runner._state, self.poison_value)
+            changed = real_step()
+            audit(self._runner._state)
+            if self.watch is not None:
+                self.watch(self._runner._state)
+            return changed
+
+        self.core.step = step
 
     @property
     def is_whole(self) -> bool:

@@ -36,7 +36,7 @@ def new_state(num_usable, block_size=4, *, caching=False, **sizes):
     return init_state(config, max_stop_token_ids=STOPS, enable_prefix_caching=caching)
 
 
-def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True) -> PrefillPlan:
+def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True, reserve=0) -> PrefillPlan:
     """One chunk with the whole prompt of each row."""
     counts = np.zeros(ROWS, np.int32)
     counts[list(prompts)] = [len(p) for p in prompts.values()]
@@ -52,6 +52,7 @@ def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True)
             num_remaining=jnp.full(ROWS, max_tokens, jnp.int32),
             stop_token_ids=jnp.asarray(stops),
             namespace=jnp.zeros(ROWS, jnp.int32),
+            reserve=jnp.full(ROWS, reserve, jnp.int32),
         ),
     )
 
@@ -155,7 +156,8 @@ def test_prefill_step_on_an_active_row_changes_nothing():
         ({1: 1, 3: 1, 4: 2}, True, Status.ROW_EMPTY),
         ({2: -1}, True, Status.ROW_EMPTY),
         ({2: ROWS}, True, Status.ROW_EMPTY),
-        ({2: 1}, False, Status.ROW_EMPTY),  # the prompt goes on
+        ({2: 1}, False, Status.OK),  # the prompt goes on, in both rows
+        ({2: 3}, True, Status.ROW_EMPTY),
     ],
 )
 def test_prefill_step_fork_of_what_cannot_be_forked_changes_nothing(parents, is_last, status):
@@ -195,9 +197,36 @@ def test_prefill_step_plan_of_other_rows_is_refused_by_name(field):
         prefill_step(TINY, tiny_params(), new_state(20), dataclasses.replace(plan, **{field: short}))
 
 
-def test_prefill_step_reserve_is_left_free():
-    _, output = prefill_step(TINY, tiny_params(), new_state(4), plan_of({0: prompt(9)}), reserve=jnp.int32(2))
+def test_steps_leave_the_reserve_of_their_rows_free():
+    _, output = prefill(new_state(4), {0: prompt(9)}, reserve=2)
     assert (int(output.status), int(output.num_free)) == (Status.OUT_OF_BLOCKS, 4)
+    state, _ = prefill(new_state(4), {0: prompt(7)}, reserve=2)
+    state, output = decode(state, num_steps=8)  # one more token fits, the next needs a block of the reserve
+    assert (int(output.status), int(output.num_steps), int(output.num_free)) == (Status.OUT_OF_BLOCKS, 1, 2)
+    state = dataclasses.replace(state, rows=dataclasses.replace(state.rows, reserve=jnp.zeros(ROWS, jnp.int32)))
+    _, output = decode(state, num_steps=8)
+    assert (int(output.status), int(output.num_steps), int(output.num_free)) == (Status.OK, 8, 0)
+
+
+def test_prefill_step_with_rows_that_generate_equals_steps_of_their_own():
+    state, first = prefill(new_state(40), {1: prompt(6), 4: prompt(3)})
+    state, mixed = prefill(state, {1: [0], 2: prompt(9), 4: [0]})
+    state, rest = decode(state, num_steps=4)
+    for row, length in ((1, 6), (4, 3)):
+        tokens = generated(first, row) + generated(mixed, row) + generated(rest, row)
+        assert tokens == dense_tokens(prompt(length), 6)
+    assert generated(mixed, 2) + generated(rest, 2) == dense_tokens(prompt(9), 5)
+
+
+def test_decode_many_until_finish_stops_after_the_step_in_which_a_row_ends():
+    state, _ = prefill(new_state(40), {0: prompt(6), 1: prompt(3)})
+    state = dataclasses.replace(
+        state, rows=dataclasses.replace(state.rows, num_remaining=state.rows.num_remaining.at[1].set(3))
+    )
+    state, output = decode(state, num_steps=8, until_finish=True)
+    assert (int(output.num_steps), output.finish.tolist()[:2]) == (3, [FinishReason.NONE, FinishReason.LENGTH])
+    _, rest = decode(state, num_steps=8, until_finish=True)
+    assert generated(output, 0) + generated(rest, 0) == dense_tokens(prompt(6), 12)[1:]
 
 
 def test_stop_token_ends_the_row_and_frees_its_blocks_inside_the_loop():

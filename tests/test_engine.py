@@ -342,7 +342,7 @@ def test_too_many_stop_tokens_fail_alone_with_the_limit(llm):
 
 
 def test_occupancy_is_reported(llm):
-    llm.peak_blocks = 0
+    llm.core.peak_blocks = 0
     generate(llm, [prompt(9)], dataclasses.replace(GREEDY, max_tokens=8))  # 16 stored tokens
     assert llm.peak_blocks == 4
     assert (llm.num_free_blocks, llm.kv_cache_usage) == (40, 0.0)

@@ -187,7 +187,7 @@ def test_b16_nothing_of_ended_requests_stays_alive(llm):
             llm.add_request(
                 str(count), {"prompt_token_ids": prompt(1 + count % 9)}, dataclasses.replace(GREEDY, max_tokens=1)
             )
-            alive.append(weakref.ref(llm._waiting[-1]))
+            alive.append(weakref.ref(llm.core.waiting[-1]))
             if count % 8 == 7 or count == 499:
                 while llm.has_unfinished_requests():
                     llm.step()
@@ -364,7 +364,7 @@ def test_b18_abort_after_one_sample_has_ended(llm):
     llm.add_request("a", {"prompt_token_ids": prompt(6)}, dataclasses.replace(params, stop_token_ids=(stop,)))
     llm.step()
     llm.step()
-    assert [len(r.live_samples) for r in llm._running] == [3]
+    assert [len(r.live_samples) for r in llm.core.running] == [3]
     assert llm.abort("a")
     assert not llm.has_unfinished_requests()
 

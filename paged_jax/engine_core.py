@@ -1,0 +1,238 @@
+"""EngineCore: requests that wait and run, and the dispatches that bring them forward. No text, no user.
+
+Policy comes from scheduler.py, mechanism from the runner; what is left here is the order of things: admit, run, note
+the result, and when the pool has run out preempt a victim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import jax
+import numpy as np
+
+from paged_jax.beam_search import BeamStepOutput
+from paged_jax.block_pool import Status
+from paged_jax.config import CacheConfig, SchedulerConfig
+from paged_jax.inputs import Namespaces, sample_seed
+from paged_jax.runner import ModelRunner, ReturningRow, RowChunk
+from paged_jax.scheduler import (
+    Chunk,
+    Request,
+    RequestState,
+    Sample,
+    choose_swap,
+    choose_victim,
+    num_blocks_to_admit,
+    plan_chunks,
+    queued,
+)
+from paged_jax.state import FinishReason, StepOutput
+
+
+class EngineCore:
+    """Requests in, tokens out.
+
+    Args:
+        runner: owned by the core from now on, but for beam searches while no request is unfinished.
+        cache_config, scheduler_config: sizes and policies.
+        max_num_batched_tokens: tokens of a ragged step at most.
+
+    Attributes:
+        waiting, running: the unfinished requests; running ones in order of arrival.
+        peak_blocks: the most blocks that were ever in use at once.
+        num_preemptions: requests that had to make room so far, by "recompute" and "swap".
+        num_swapped_blocks: blocks copied to the host ("out") and back ("in") so far.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.runner = runner
+        self.waiting: list[RequestState] = []
+        self.running: list[RequestState] = []
+        self.peak_blocks = 0
+        self.num_preemptions = {"recompute": 0, "swap": 0}
+        self.num_swapped_blocks = {"out": 0, "in": 0}
+        self._config = cache_config
+        self._scheduler = scheduler_config
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._clock = 0  # tokens computed so far
+        self._flops_per_token = 2 * sum(np.size(x) for x in jax.tree.leaves(runner.params))
+
+    @property
+    def unfinished(self) -> list[RequestState]:
+        """All requests."""
+        return [*self.waiting, *self.running]
+
+    @property
+    def num_host_blocks_used(self) -> int:
+        """Blocks that requests which wait to be swapped in keep on the host."""
+        return sum(state.saved.num_blocks for state in self.waiting if state.saved is not None)
+
+    def add(self, request: Request) -> None:
+        """Queues a request that fits the idle pool."""
+        samples = [Sample() for _ in range(request.params.n)]
+        self.waiting.append(RequestState(request=request, samples=samples, clock=self._clock))
+
+    def abort(self, state: RequestState) -> None:
+        """Drops an unfinished request and gives its blocks back."""
+        (self.waiting if state in self.waiting else self.running).remove(state)
+        self.release(state.live_samples)
+
+    def abort_all(self) -> None:
+        """Drops all unfinished requests and gives their blocks back, whatever was interrupted."""
+        self.waiting.clear()
+        self.running.clear()
+        self.runner.reset()
+
+    def preempt_all(self) -> None:
+        """Makes all running requests wait; they compute again what they need."""
+        while self.running:
+            self._preempt(self.running[-1], can_swap=False)
+
+    def change_namespaces(self, namespaces: Namespaces) -> None:
+        """Nothing that was computed so far is used again: requests keep only their tokens."""
+        self.preempt_all()
+        for state in self.waiting:
+            state.forget_saved()
+            state.request = replace(state.request, namespace=namespaces.number_of(state.request.cache_salt))
+
+    def step(self) -> list[RequestState]:
+        """Runs one dispatch and returns the requests that got tokens or finished with it."""
+        self._admit()
+        if not self.running:
+            return []
+        chunks = plan_chunks(self.running, self._max_num_batched_tokens)
+        num_active = sum(s.is_active for r in self.running for s in r.live_samples)
+        if chunks:
+            output = self.runner.prefill([_row_chunk(c) for c in chunks])
+        else:
+            output = self.runner.decode(num_active, until_finish=bool(self.waiting))
+        self.count_blocks(output)
+        changed = self._commit(output, chunks)
+        if output.status != Status.OK:
+            victim = choose_victim(self.running) if output.status == Status.OUT_OF_BLOCKS else None
+            if victim is None:
+                raise RuntimeError(
+                    f"the block manager refused a step that must fit: {Status(int(output.status))!r} with "
+                    f"{int(output.num_free)} free blocks and {len(self.running)} running requests; this is a bug"
+                )
+            self._preempt(victim)
+        return changed
+
+    def _admit(self) -> None:
+        """Starts waiting requests, in the order of the policy, as long as there are rows, blocks, and tokens left in
+        this step."""
+        budget = self._max_num_batched_tokens - sum(
+            s.is_active or state.num_left(s) for state in self.running for s in state.live_samples
+        )
+        for state in queued(self.waiting, self._scheduler.policy, self._clock):
+            used = {s.row for r in self.running for s in r.live_samples}
+            free_rows = [row for row in range(self._config.max_num_seqs) if row not in used]
+            samples = state.live_samples
+            if len(free_rows) < len(samples) or budget < 1 or not self._start(state, free_rows[: len(samples)]):
+                break
+            self.waiting.remove(state)
+            self.running.append(state)
+            self.running.sort(key=lambda r: r.request.number)
+            budget -= sum(s.is_active or state.num_left(s) for s in samples)
+
+    def _start(self, state: RequestState, rows: Sequence[int]) -> bool:
+        """Gives a waiting request rows, and all that the host or the prefix cache has of it, if there is room."""
+        request, samples = state.request, state.live_samples
+        watermark = int(self._scheduler.watermark * (self._config.num_blocks - 1))
+        need = num_blocks_to_admit(state, self.running, self._config, watermark)
+        own = state.num_blocks_to_start(self._config)
+        if self.runner.num_free_blocks < need - own:
+            return False  # whatever is cached
+        for sample, row in zip(samples, rows, strict=True):
+            seed = sample_seed(request.seed, state.samples.index(sample))
+            self.runner.set_row(row, request, seed, len(sample.token_ids))
+        if state.saved is not None:
+            held = [(s, row) for s, row in zip(samples, rows, strict=True) if s.num_computed_tokens > 0]
+            returning = [ReturningRow(row, s.token_ids[-1] if s.is_active else 0, s.is_active) for s, row in held]
+            if not self.runner.swap_in(state.saved, returning, need - own):
+                return False
+            self.num_swapped_blocks["in"] += state.saved.num_blocks
+            state.saved = None
+        elif self.runner.has_prefix_cache and not request.params.skip_reading_prefix_cache:
+            # The others fork the prompt, behind which they differ.
+            count = state.num_tokens(samples[0]) if len(samples) == 1 else len(request.prompt_token_ids)
+            num_cached = self.runner.acquire_prefix(
+                rows[0], state.tokens(samples[0], 0, count), request.namespace, need
+            )
+            if num_cached is None:
+                return False
+            samples[0].num_computed_tokens = num_cached
+        elif self.runner.num_free_blocks < need:
+            return False
+        for sample, row in zip(samples, rows, strict=True):
+            sample.row = row
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = samples[0].num_computed_tokens
+        state.has_progressed = False
+        return True
+
+    def _commit(self, output: StepOutput, chunks: Sequence[Chunk]) -> list[RequestState]:
+        """Notes what a dispatch has done; returns the requests that got tokens or finished with it."""
+        if output.num_steps > 0:
+            for chunk in chunks:
+                chunk.note_computed()
+        self._clock += sum(c.count for c in chunks) if chunks else int(np.sum(output.num_tokens))
+        changed = []
+        for state in self.running:
+            samples = state.live_samples
+            for sample in samples:
+                new = np.asarray(output.token_ids)[sample.row, : int(output.num_tokens[sample.row])].tolist()
+                sample.token_ids += new
+                sample.num_computed_tokens += 0 if chunks else len(new)
+                sample.finish = FinishReason(int(output.finish[sample.row]))
+                state.has_progressed |= bool(new)
+            if any(output.num_tokens[s.row] or s.finish != FinishReason.NONE for s in samples):
+                changed.append(state)
+        self.running = [state for state in self.running if state.live_samples]
+        return changed
+
+    def _preempt(self, state: RequestState, *, can_swap: bool = True) -> None:
+        """Makes a running request wait again, with what it has generated."""
+        rows = [cast(int, s.row) for s in state.live_samples if s.num_computed_tokens > 0]
+        saved = None
+        if can_swap and rows:
+            num_blocks = len(self.runner.held_blocks(rows)[0])
+            limit = self._scheduler.num_host_blocks
+            room = (self._config.num_blocks - 1 if limit is None else limit) - self.num_host_blocks_used
+            if num_blocks <= room and choose_swap(
+                self._scheduler.preemption_mode,
+                num_blocks * self._config.bytes_per_block,
+                state.num_tokens_to_recompute,
+                self._flops_per_token,
+                jax.default_backend(),
+            ):
+                saved = self.runner.swap_out(rows)
+                self.num_swapped_blocks["out"] += num_blocks
+        self.num_preemptions["recompute" if saved is None else "swap"] += 1
+        self.release(state.live_samples)
+        state.leave(saved)
+        self.running.remove(state)
+        self.waiting.append(state)
+
+    def release(self, samples: Sequence[Sample]) -> None:
+        """Empties the rows of samples."""
+        self.runner.release([s.row for s in samples if s.row is not None])
+
+    def count_blocks(self, output: StepOutput | BeamStepOutput) -> None:
+        """Notes the occupancy that a dispatch reports."""
+        self.peak_blocks = max(self.peak_blocks, self._config.num_blocks - 1 - int(output.min_free))
+
+
+def _row_chunk(chunk: Chunk) -> RowChunk:
+    """The chunk for the runner."""
+    state, sample = chunk.request, chunk.sample
+    token_ids = state.tokens(sample, sample.num_computed_tokens, chunk.count)
+    children = [s.row for s in chunk.children]
+    return RowChunk(cast(int, sample.row), token_ids, chunk.generates, cast(Sequence[int], children))
