@@ -14,7 +14,7 @@ from paged_jax.block_table import (
     reparent,
     truncate,
 )
-from paged_jax.config import CacheConfig
+from paged_jax.config import CacheConfig, SchedulerConfig
 from paged_jax.decode import (
     acquire_prefix,
     decode_many,
@@ -30,7 +30,7 @@ from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, wri
 from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
 from paged_jax.prefix_cache import PrefixCache, copy_tokens, init_prefix_cache, match_prefix, publish, write_tokens
 from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
-from paged_jax.sampling_params import BeamSearchParams, SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from paged_jax.state import (
     BlockCounters,
     EngineState,
@@ -40,12 +40,14 @@ from paged_jax.state import (
     StepOutput,
     init_state,
 )
+from paged_jax.streaming import AsyncStreams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "Appended",
+    "AsyncStreams",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",
@@ -65,9 +67,11 @@ __all__ = [
     "PrefillPlan",
     "PrefixCache",
     "RequestOutput",
+    "RequestOutputKind",
     "RowParams",
     "SamplingParams",
     "SamplingState",
+    "SchedulerConfig",
     "Status",
     "StepBatch",
     "StepOutput",

@@ -93,7 +93,7 @@ class EngineCore:
     def preempt_all(self) -> None:
         """Makes all running requests wait; they compute again what they need."""
         while self.running:
-            self._preempt(self.running[-1], can_swap=False)
+            self.preempt(self.running[-1], "recompute")
 
     def change_namespaces(self, namespaces: Namespaces) -> None:
         """Nothing that was computed so far is used again: requests keep only their tokens."""
@@ -122,7 +122,7 @@ class EngineCore:
                     f"the block manager refused a step that must fit: {Status(int(output.status))!r} with "
                     f"{int(output.num_free)} free blocks and {len(self.running)} running requests; this is a bug"
                 )
-            self._preempt(victim)
+            self.preempt(victim, self._scheduler.preemption_mode)
         return changed
 
     def _admit(self) -> None:
@@ -198,28 +198,30 @@ class EngineCore:
         self.running = [state for state in self.running if state.live_samples]
         return changed
 
-    def _preempt(self, state: RequestState, *, can_swap: bool = True) -> None:
-        """Makes a running request wait again, with what it has generated."""
+    def preempt(self, state: RequestState, mode: str) -> None:
+        """Makes a running request wait again, with what it has generated.
+
+        Args:
+            mode: as SchedulerConfig.preemption_mode. Blocks for which the host pool has no room are computed again.
+        """
         rows = [cast(int, s.row) for s in state.live_samples if s.num_computed_tokens > 0]
-        saved = None
-        if can_swap and rows:
-            num_blocks = len(self.runner.held_blocks(rows)[0])
-            limit = self._scheduler.num_host_blocks
-            room = (self._config.num_blocks - 1 if limit is None else limit) - self.num_host_blocks_used
-            if num_blocks <= room and choose_swap(
-                self._scheduler.preemption_mode,
-                num_blocks * self._config.bytes_per_block,
-                state.num_tokens_to_recompute,
-                self._flops_per_token,
-                jax.default_backend(),
-            ):
-                saved = self.runner.swap_out(rows)
-                self.num_swapped_blocks["out"] += num_blocks
+        saved = self.runner.swap_out(rows) if self._swaps(state, rows, mode) else None
         self.num_preemptions["recompute" if saved is None else "swap"] += 1
+        self.num_swapped_blocks["out"] += 0 if saved is None else saved.num_blocks
         self.release(state.live_samples)
         state.leave(saved)
         self.running.remove(state)
         self.waiting.append(state)
+
+    def _swaps(self, state: RequestState, rows: Sequence[int], mode: str) -> bool:
+        """Whether the blocks in the request's rows shall go to the host."""
+        num_blocks = self.runner.num_blocks_of(rows) if rows and mode != "recompute" else 0
+        limit = self._scheduler.num_host_blocks
+        room = (self._config.num_blocks - 1 if limit is None else limit) - self.num_host_blocks_used
+        num_bytes, num_tokens = num_blocks * self._config.bytes_per_block, state.num_tokens_to_recompute
+        return 0 < num_blocks <= room and choose_swap(
+            mode, num_bytes, num_tokens, self._flops_per_token, jax.default_backend()
+        )
 
     def release(self, samples: Sequence[Sample]) -> None:
         """Empties the rows of samples."""

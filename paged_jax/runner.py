@@ -236,20 +236,25 @@ class ModelRunner:
         beams, output = jax.device_get(result)
         return beams, output
 
-    def held_blocks(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What rows hold: (ids [num_blocks] of their blocks, numbers [G, n, M] and seq_lens [n] as in SavedRows)."""
+    def num_blocks_of(self, rows: Sequence[int]) -> int:
+        """Blocks that rows hold together."""
+        return len(self._held_blocks(rows)[0])
+
+    def _held_blocks(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of the blocks that rows hold, numbers [G, n, M] as in SavedRows)."""
         table = np.asarray(self._state.table.block_ids)[:, list(rows)]
         ids, numbers = np.unique(np.append(table, 0), return_inverse=True)  # the null block gets number 0
-        return ids[1:], numbers[:-1].reshape(table.shape), np.asarray(self._state.table.seq_lens)[list(rows)]
+        return ids[1:], numbers[:-1].reshape(table.shape).astype(np.int32)
 
     def swap_out(self, rows: Sequence[int]) -> SavedRows:
         """Copies what rows hold to the host and empties them."""
-        ids, numbers, seq_lens = self.held_blocks(rows)
+        ids, numbers = self._held_blocks(rows)
+        seq_lens = np.array(self._state.table.seq_lens)[list(rows)]
         program = self._program("read_blocks", self._block_transfer)
         content = [_to_host(program(self._state, part)) for part in self._transfers(ids)]
-        jax.block_until_ready(content)
+        jax.block_until_ready(content)  # before the blocks are anyone else's
         self.release(rows)
-        return SavedRows(numbers=numbers.astype(np.int32), seq_lens=seq_lens, num_blocks=len(ids), content=content)
+        return SavedRows(numbers=numbers, seq_lens=seq_lens, num_blocks=len(ids), content=content)
 
     def swap_in(self, saved: SavedRows, rows: Sequence[ReturningRow], reserve: int) -> bool:
         """Brings saved rows back, with the parameters that set_row has given; False, and nothing happens, unless

@@ -71,7 +71,7 @@ def _num_blocks(num_prompt_tokens: int, seq_lens: Sequence[int], config: CacheCo
     return shared + sum(config.num_blocks_for(n) - shared for n in seq_lens)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Sample:
     """One continuation of a request.
 

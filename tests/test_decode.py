@@ -166,8 +166,8 @@ def test_prefill_step_fork_of_what_cannot_be_forked_changes_nothing(parents, is_
     state, output = prefill(state, {1: prompt(6)}, parents=parents, is_last=is_last)
     assert int(output.status) == status
     if status == Status.OK:
-        assert generated(output, 1) == generated(output, 2) == dense_tokens(prompt(6), 1)
-        assert state.is_active.tolist() == [True] * 3 + [False] * 5
+        assert generated(output, 1) == generated(output, 2) == dense_tokens(prompt(6), 1)[: int(is_last)]
+        assert state.is_active.tolist() == [True, is_last, is_last] + [False] * 5
         assert state.table.seq_lens.tolist() == [5, 6, 6, 0, 0, 0, 0, 0]
     else:
         chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
@@ -205,7 +205,7 @@ def test_steps_leave_the_reserve_of_their_rows_free():
     assert (int(output.status), int(output.num_steps), int(output.num_free)) == (Status.OUT_OF_BLOCKS, 1, 2)
     state = dataclasses.replace(state, rows=dataclasses.replace(state.rows, reserve=jnp.zeros(ROWS, jnp.int32)))
     _, output = decode(state, num_steps=8)
-    assert (int(output.status), int(output.num_steps), int(output.num_free)) == (Status.OK, 8, 0)
+    assert (int(output.status), int(output.num_steps), int(output.min_free)) == (Status.OK, 8, 0)
 
 
 def test_prefill_step_with_rows_that_generate_equals_steps_of_their_own():

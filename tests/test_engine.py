@@ -22,7 +22,7 @@ from doubles import (
     tokens_of,
 )
 
-from paged_jax import LLM, SamplingParams
+from paged_jax import LLM, RequestOutputKind, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -257,15 +257,38 @@ def test_generate_params_of_another_number_than_prompts_raise(llm):
         generate(llm, [prompt(3)], [GREEDY, GREEDY])
 
 
-def test_step_api_returns_each_request_once(llm):
-    llm.add_request("a", {"prompt_token_ids": prompt(3)}, GREEDY)
-    llm.add_request("b", {"prompt_token_ids": prompt(5)}, dataclasses.replace(GREEDY, max_tokens=1))
+def test_step_api_returns_each_request_once_if_only_its_end_is_wanted(llm):
+    final = dataclasses.replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+    llm.add_request("a", {"prompt_token_ids": prompt(3)}, final)
+    llm.add_request("b", {"prompt_token_ids": prompt(5)}, dataclasses.replace(final, max_tokens=1))
     finished = []
     while llm.has_unfinished_requests():
         finished += llm.step()
     assert [o.request_id for o in finished] == ["b", "a"]
     assert tokens_of(finished) == [dense_tokens(prompt(5), 1), dense_tokens(prompt(3), 6)]
     assert llm.step() == []
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_stream_gives_every_token_once_and_what_generate_gives(llm, kind):
+    prompts, last, joined = [prompt(3), prompt(9), prompt(1)], {}, {}
+    params = dataclasses.replace(GREEDY, output_kind=kind, max_tokens=11)
+    for output in llm.stream([*ids(prompts), 5], params):
+        last[output.request_id] = output
+        joined.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    first = min(map(int, last))
+    *served, failed = (last[str(first + i)] for i in range(4))
+    assert isinstance(failed.error, TypeError)
+    tokens = [joined[o.request_id] for o in served] if kind == RequestOutputKind.DELTA else tokens_of(served)
+    assert tokens == [dense_tokens(p, 11) for p in prompts]
+    assert all(o.finished for o in served)
+
+
+def test_stream_that_is_left_early_drops_its_requests(llm):
+    for output in llm.stream(ids([prompt(3), prompt(9)]), dataclasses.replace(GREEDY, max_tokens=30)):
+        assert not output.finished
+        break
+    assert llm.is_whole
 
 
 def test_add_request_with_an_id_in_use_is_refused(llm):
@@ -294,7 +317,7 @@ def test_abort_all_at_any_moment_gives_every_block_back(llm, num_steps):
 
 
 def test_interrupted_generate_leaves_an_idle_engine(llm, monkeypatch):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm._runner, "decode", interrupt)
@@ -307,14 +330,14 @@ def test_interrupt_after_the_device_ran_leaves_an_idle_whole_engine(llm, monkeyp
     """The host hears of nothing that this step did."""
     real_run, calls = llm._runner._run, []
 
-    def interrupted(program, *plan):
+    def interrupted(program, *plan, **options):
         calls.append(None)
         if len(calls) < (2 if moment == "decode with an ending row" else 1):
-            return real_run(program, *plan)
+            return real_run(program, *plan, **options)
         if moment == "state lost":
-            program(llm._runner.params, llm._runner._state, *plan)  # takes the donated state
+            program(llm._runner.params, llm._runner._state, *plan, **options)  # takes the donated state
         else:
-            real_run(program, *plan)
+            real_run(program, *plan, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm._runner, "_run", interrupted)
