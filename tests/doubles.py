@@ -196,7 +196,7 @@ def audit(state) -> None:
 class AuditedLLM(LLM):
     """An LLM that is audited after every step, and poisoned before it if `poison_value` is set.
 
-    It compiles for every other size of a batch only: each program is seconds of a test.
+    It has programs for the largest batch only (but see with_several_sizes): each takes seconds to compile.
 
     Attributes:
         num_steps: dispatches so far.
@@ -208,8 +208,8 @@ class AuditedLLM(LLM):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        for name in ("token_buckets", "row_buckets"):
-            setattr(self._runner, name, getattr(self._runner, name)[::-2][::-1])
+        self._runner.token_buckets = self._runner.token_buckets[-1:]
+        self._runner.row_buckets = self._runner.row_buckets[-1:]
         self.num_steps = 0
         real_step = self.core.step
 
@@ -249,6 +249,12 @@ def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **opt
     sizes = {k: options.pop(k) for k in ("max_num_seqs", "max_blocks_per_seq") if k in options}
     config = cache_config(num_usable_blocks, block_size, **sizes)
     return AuditedLLM(forward, tiny_params(), config, **({"max_num_batched_tokens": 32, "decode_steps": 4} | options))
+
+
+def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
+    """The engine, but with programs for two sizes of a batch."""
+    llm._runner.token_buckets, llm._runner.row_buckets = (16, llm.max_num_batched_tokens), (2, 8)
+    return llm
 
 
 def oracle_llm(num_usable_blocks: int, block_size: int = 4, **options) -> AuditedLLM:

@@ -21,6 +21,7 @@ from doubles import (
     tiny_params,
     tokens_of,
     with_garbage_tables,
+    with_several_sizes,
 )
 
 from paged_jax import LLM, CacheConfig, SamplingParams
@@ -37,7 +38,7 @@ def generate(llm, prompts, params):
 @pytest.fixture(scope="module")
 def shared_llm():
     """An engine whose programs all tests of this file may use; it is idle and whole between them."""
-    return tiny_llm(40)
+    return with_several_sizes(tiny_llm(40))
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_b100_no_compilation_after_warmup_over_changing_lengths_batches_and_para
 
 def test_b100_number_of_programs_does_not_depend_on_pool_or_length():
     def buckets(**sizes):
-        runner = tiny_llm(**sizes)._runner
-        return len(runner.token_buckets) + len(runner.row_buckets)
+        runner = LLM(TINY, tiny_params(), cache_config(**sizes))._runner
+        return runner.token_buckets, runner.row_buckets
 
-    assert buckets(num_usable_blocks=8) == buckets(num_usable_blocks=500)
+    assert buckets(num_usable_blocks=8) == buckets(num_usable_blocks=500) == ((16, 32, 64, 128, 256, 512), (1, 2, 4, 8))

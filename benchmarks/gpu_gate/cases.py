@@ -116,7 +116,7 @@ def all_cases() -> list[Case]:
 
 
 def bounded_cases() -> list[Case]:
-    """What CI compiles: each kind of step with the Mosaic kernels once, each kernel for each chip, all planted faults."""
+    """What CI compiles: each kind of step with the Mosaic kernels, each kernel for each chip, all planted faults."""
 
     def is_bounded(case: Case) -> bool:
         if isinstance(case, ProgramCase):
