@@ -16,8 +16,8 @@ Latency is the time from arrival to the last token, also per token of output; TT
 
 import argparse
 import dataclasses
+import functools
 import pathlib
-import tempfile
 
 import _common
 import jax
@@ -26,7 +26,8 @@ import numpy as np
 from memory import TRAFFIC
 
 from paged_jax import LLM, CacheConfig, KVCache, SamplingParams, StepBatch
-from paged_jax.config import cdiv
+from paged_jax.config import SchedulerConfig, cdiv
+from paged_jax.engine_core import EngineCore
 
 SHAREGPT = next(traffic for traffic in TRAFFIC if traffic.name == "sharegpt_lengths")
 BLOCK_SIZE = 16
@@ -51,46 +52,46 @@ class Costs:
 
 
 class Clock:
-    """The time by the cost model: every dispatch of the engine's runner moves it on.
+    """The time by the cost model: every dispatch of the core's runner moves it on, until it is stopped.
 
     Attributes:
         now: seconds.
+        runner: the real one.
         num_steps: steps of the model. num_tokens: tokens that it has computed.
     """
 
-    def __init__(self, llm: LLM, costs: Costs) -> None:
+    def __init__(self, core: EngineCore, costs: Costs) -> None:
         self.now, self.num_steps, self.num_tokens = 0.0, 0, 0
-        self._core, self._costs = llm.core, costs
-        runner = llm.core.runner
-        self._prefill, self._decode = runner.prefill, runner.decode
-        self._swap_out, self._swap_in = runner.swap_out, runner.swap_in
-        for name in ("prefill", "decode", "swap_out", "swap_in"):
-            setattr(runner, name, getattr(self, name))
+        self._core, self.runner, self._costs = core, core.runner, costs
+        core.runner = self  # what it does not time goes to the real one
+
+    def __getattr__(self, name: str):
+        return getattr(self.runner, name)
 
     def prefill(self, chunks):
         """A ragged step."""
         cached = {s.row: s.num_computed_tokens for r in self._core.running for s in r.live_samples}
         counts = {c.row: len(c.token_ids) for c in chunks}
-        output = self._prefill(chunks)
+        output = self.runner.prefill(chunks)
         self._step(output, sum(counts.values()), sum(cached[row] + count for row, count in counts.items()))
         return output
 
     def decode(self, num_active, **options):
         """One decode step: the engine runs with decode_steps=1."""
         cached = [s.num_computed_tokens for r in self._core.running for s in r.live_samples if s.is_active]
-        output = self._decode(num_active, **options)
+        output = self.runner.decode(num_active, **options)
         self._step(output, num_active, sum(cached) + num_active)
         return output
 
     def swap_out(self, rows):
         """Blocks to the host."""
-        saved = self._swap_out(rows)
+        saved = self.runner.swap_out(rows)
         self.now += self._costs.swapped_block * saved.num_blocks
         return saved
 
     def swap_in(self, saved, rows, reserve):
         """Blocks from the host, if there is room."""
-        is_done = self._swap_in(saved, rows, reserve)
+        is_done = self.runner.swap_in(saved, rows, reserve)
         self.now += self._costs.swapped_block * saved.num_blocks * is_done
         return is_done
 
@@ -108,8 +109,11 @@ def forward(params: dict, batch: StepBatch, cache: KVCache) -> tuple[jax.Array, 
     return jnp.zeros((batch.logits_indices.shape[0], VOCAB)).at[:, 1].set(1.0), cache
 
 
-def engine(num_usable_blocks: int, num_rows: int, max_model_len: int, max_num_batched_tokens: int, **options) -> LLM:
-    """An engine around the stub."""
+@functools.cache
+def engine(
+    num_usable_blocks: int, num_rows: int, max_model_len: int, max_num_batched_tokens: int, has_prefix_cache: bool
+) -> LLM:
+    """An engine around the stub. Compiled once: policies change by another EngineCore."""
     config = CacheConfig(
         num_blocks=num_usable_blocks + 1,
         block_size=BLOCK_SIZE,
@@ -119,18 +123,24 @@ def engine(num_usable_blocks: int, num_rows: int, max_model_len: int, max_num_ba
         max_num_seqs=num_rows,
         max_blocks_per_seq=cdiv(max_model_len, BLOCK_SIZE),
     )
-    return LLM(forward, {}, config, max_num_batched_tokens=max_num_batched_tokens, decode_steps=1, **options)
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": has_prefix_cache}
+    return LLM(forward, {}, config, decode_steps=1, **options)
 
 
-def simulate(llm: LLM, costs: Costs, lengths: np.ndarray, arrivals: np.ndarray, seed: int) -> dict[str, object]:
+def simulate(
+    llm: LLM, scheduler: SchedulerConfig, costs: Costs, lengths: np.ndarray, arrivals: np.ndarray, seed: int
+) -> dict[str, object]:
     """Serves requests that arrive at the given times and returns what they and the engine experienced.
 
     Args:
+        llm: idle; its cached blocks are forgotten.
         lengths: [n, 2] tokens of prompts and outputs.
         arrivals: [n] seconds, in order.
         seed: of the prompts' tokens.
     """
-    rng, clock, core = np.random.default_rng(seed), Clock(llm, costs), llm.core
+    llm.reset_prefix_cache()
+    llm.core = core = EngineCore(llm.core.runner, llm.cache_config, scheduler, llm.max_num_batched_tokens)
+    clock, rng = Clock(core, costs), np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB, n).tolist() for n in lengths[:, 0]]
     first, last, next_request = np.full(len(arrivals), np.nan), np.zeros(len(arrivals)), 0
     while next_request < len(arrivals) or llm.has_unfinished_requests():
@@ -147,6 +157,7 @@ def simulate(llm: LLM, costs: Costs, lengths: np.ndarray, arrivals: np.ndarray, 
                 if len(output.outputs[0].token_ids) != lengths[i, 1]:
                     raise RuntimeError(f"request {i} ended with {output.outputs[0]} instead of {lengths[i, 1]} tokens")
                 last[i] = clock.now
+    core.runner = clock.runner
     if llm.num_free_blocks != llm.cache_config.num_blocks - 1:
         raise RuntimeError("blocks were lost")
     latency = last - arrivals
@@ -182,16 +193,20 @@ class Experiments:
         # Blocks that num_rows requests of the mean length hold at their end.
         self.load = arguments.num_rows * cdiv(int(self.lengths.sum(axis=1).mean()), BLOCK_SIZE)
 
-    def run(self, pool_share: float, rate: float | None, **options) -> dict[str, object]:
-        """One simulation. rate: requests per second, None = all at once."""
+    def run(
+        self, pool_share: float, rate: float | None, *, has_prefix_cache: bool = True, **options
+    ) -> dict[str, object]:
+        """One simulation. rate: requests per second, None = all at once; options: of SchedulerConfig."""
         a = self.arguments
         largest = cdiv(int(self.lengths.sum(axis=1).max()), BLOCK_SIZE)
         num_blocks = max(largest, round(self.load * pool_share))
         gaps = np.random.default_rng((a.seed, 1)).exponential(1.0, a.num_requests)
         arrivals = np.zeros(a.num_requests) if rate is None else np.cumsum(gaps) / rate
-        llm = engine(num_blocks, a.num_rows, a.max_model_len, a.max_num_batched_tokens, **options)
-        figures = simulate(llm, self.costs, self.lengths, arrivals, a.seed)
-        settings = {"num_blocks": num_blocks, "pool_share": pool_share, "rate": rate, **options}
+        llm = engine(num_blocks, a.num_rows, a.max_model_len, a.max_num_batched_tokens, has_prefix_cache)
+        scheduler = SchedulerConfig(**options)
+        figures = simulate(llm, scheduler, self.costs, self.lengths, arrivals, a.seed)
+        settings = {"num_blocks": num_blocks, "pool_share": pool_share, "rate": rate}
+        settings |= {"has_prefix_cache": has_prefix_cache, **dataclasses.asdict(scheduler)}
         line = f"{figures['latency']['mean']:8.2f} s mean, {figures['latency']['p99']:8.2f} s p99 latency"
         print(f"{line}, {figures['preemptions']:5} preemptions  {settings}", flush=True)
         return settings | figures
@@ -204,7 +219,7 @@ class Experiments:
         """fcfs and sjf over rates; the pool is large enough for every row."""
         capacity = self.capacity(2.0)
         return [
-            {"load": load} | self.run(2.0, load * capacity, scheduling_policy=policy)
+            {"load": load} | self.run(2.0, load * capacity, policy=policy)
             for load in self.arguments.loads
             for policy in ("fcfs", "sjf")
         ]
@@ -218,9 +233,9 @@ class Experiments:
     def preemption(self) -> list[dict]:
         """Recomputation and swapping over pool sizes."""
         ways = (
-            {"preemption_mode": "recompute", "enable_prefix_caching": False},
-            {"preemption_mode": "recompute", "enable_prefix_caching": True},
-            {"preemption_mode": "swap", "enable_prefix_caching": True},
+            {"preemption_mode": "recompute", "has_prefix_cache": False},
+            {"preemption_mode": "recompute"},
+            {"preemption_mode": "swap"},
         )
         shares = self.arguments.pool_shares
         return [self.run(share, None, watermark=0.0, **way) for share in shares for way in ways]
@@ -235,7 +250,7 @@ def plot(report: dict, path: pathlib.Path) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2))
     for policy in ("fcfs", "sjf"):
-        rows = [r for r in report["policies"] if r["scheduling_policy"] == policy]
+        rows = [r for r in report["policies"] if r["policy"] == policy]
         for kind, style in (("mean", "-o"), ("p99", "--s")):
             times = [r["latency_per_token"][kind] * 1e3 for r in rows]
             axes[0].plot([r["load"] for r in rows], times, style, label=f"{policy}, {kind}")
@@ -251,9 +266,7 @@ def plot(report: dict, path: pathlib.Path) -> None:
         ("recompute", True, "recompute, prefix cache"),
         ("swap", True, "swap"),
     ):
-        chosen = [
-            r for r in report["preemption"] if (r["preemption_mode"], r["enable_prefix_caching"]) == (mode, is_cached)
-        ]
+        chosen = [r for r in report["preemption"] if (r["preemption_mode"], r["has_prefix_cache"]) == (mode, is_cached)]
         rates = [r["output_tokens_per_second"] for r in chosen]
         axes[2].plot([r["pool_share"] for r in chosen], rates, "-o", label=label)
     axes[2].set(xlabel="pool, share of the load", ylabel="output tokens per second", ylim=(0, None))
@@ -288,18 +301,14 @@ def main() -> None:
     arguments = parse_arguments()
     settings = {k: v for k, v in vars(arguments).items() if k not in ("output", "plot")}
     experiments = Experiments(arguments)
-    with tempfile.TemporaryDirectory(prefix="scheduling_") as cache:
-        # Engines of one pool size have equal programs.
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        report: dict = {
-            "environment": _common.environment(),
-            "settings": settings,
-            "costs": dataclasses.asdict(experiments.costs),
-            "policies": experiments.policies(),
-            "watermarks": experiments.watermarks(),
-            "preemption": experiments.preemption(),
-        }
+    report: dict = {
+        "environment": _common.environment(),
+        "settings": settings,
+        "costs": dataclasses.asdict(experiments.costs),
+        "policies": experiments.policies(),
+        "watermarks": experiments.watermarks(),
+        "preemption": experiments.preemption(),
+    }
     _common.write_report(arguments.output, report)
     if arguments.plot:
         plot(report, arguments.plot)
