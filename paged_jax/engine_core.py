@@ -15,6 +15,7 @@ from paged_jax.beam_search import BeamStepOutput
 from paged_jax.block_pool import Status
 from paged_jax.config import CacheConfig, SchedulerConfig
 from paged_jax.inputs import Namespaces, sample_seed
+from paged_jax.logprobs import LogprobsMode, logprobs_of
 from paged_jax.runner import ModelRunner, ReturningRow, RowChunk
 from paged_jax.scheduler import (
     Chunk,
@@ -37,9 +38,10 @@ class EngineCore:
         runner: owned by the core from now on, but for beam searches while no request is unfinished.
         cache_config, scheduler_config: sizes and policies.
         max_num_batched_tokens: tokens of a ragged step at most.
+        logprobs_mode: of the log-probabilities that are noted.
 
     Attributes:
-        waiting, running: the unfinished requests; running ones in order of arrival.
+        waiting, running: the unfinished requests.
         peak_blocks: the most blocks that were ever in use at once.
         num_preemptions: requests that had to make room so far, by "recompute" and "swap".
         num_swapped_blocks: blocks copied to the host ("out") and back ("in") so far.
@@ -51,6 +53,7 @@ class EngineCore:
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         max_num_batched_tokens: int,
+        logprobs_mode: LogprobsMode,
     ) -> None:
         self.runner = runner
         self.waiting: list[RequestState] = []
@@ -61,6 +64,7 @@ class EngineCore:
         self._config = cache_config
         self._scheduler = scheduler_config
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._clock = 0  # tokens computed so far
         self._flops_per_token = 2 * sum(np.size(x) for x in jax.tree.leaves(runner.params))
 
@@ -107,7 +111,10 @@ class EngineCore:
         self._admit()
         if not self.running:
             return []
-        chunks = plan_chunks(self.running, self._max_num_batched_tokens)
+        lacks_logprobs = any(state.lacks_prompt_logprobs for state in self.running)
+        limit = self.runner.max_prompt_logprobs_tokens if lacks_logprobs else self._max_num_batched_tokens
+        in_order = queued(self.running, self._scheduler.policy, self._clock)
+        chunks = sorted(plan_chunks(in_order, limit), key=lambda c: cast(int, c.sample.row))
         num_active = sum(s.is_active for r in self.running for s in r.live_samples)
         if chunks:
             output = self.runner.prefill([_row_chunk(c) for c in chunks])
@@ -139,7 +146,6 @@ class EngineCore:
                 break
             self.waiting.remove(state)
             self.running.append(state)
-            self.running.sort(key=lambda r: r.request.number)
             budget -= sum(s.is_active or state.num_left(s) for s in samples)
 
     def _start(self, state: RequestState, rows: Sequence[int]) -> bool:
@@ -160,7 +166,9 @@ class EngineCore:
                 return False
             self.num_swapped_blocks["in"] += state.saved.num_blocks
             state.saved = None
-        elif self.runner.has_prefix_cache and not request.params.skip_reading_prefix_cache:
+        elif self.runner.has_prefix_cache and not (
+            request.params.skip_reading_prefix_cache or state.lacks_prompt_logprobs
+        ):
             # The others fork the prompt, behind which they differ.
             count = state.num_tokens(samples[0]) if len(samples) == 1 else len(request.prompt_token_ids)
             num_cached = self.runner.acquire_prefix(
@@ -173,6 +181,7 @@ class EngineCore:
             return False
         for sample, row in zip(samples, rows, strict=True):
             sample.row = row
+            self.runner.set_rules(row, request, (*request.prompt_token_ids, *sample.token_ids))
         if state.num_cached_tokens is None:
             state.num_cached_tokens = samples[0].num_computed_tokens
         state.has_progressed = False
@@ -181,8 +190,11 @@ class EngineCore:
     def _commit(self, output: StepOutput, chunks: Sequence[Chunk]) -> list[RequestState]:
         """Notes what a dispatch has done; returns the requests that got tokens or finished with it."""
         if output.num_steps > 0:
+            self._note_prompt_logprobs(output, chunks)
             for chunk in chunks:
                 chunk.note_computed()
+        wants_logprobs = any(state.request.params.logprobs is not None for state in self.running)
+        logprobs = jax.device_get(output.logprobs) if wants_logprobs else None
         self._clock += sum(c.count for c in chunks) if chunks else int(np.sum(output.num_tokens))
         changed = []
         for state in self.running:
@@ -190,6 +202,13 @@ class EngineCore:
             for sample in samples:
                 new = np.asarray(output.token_ids)[sample.row, : int(output.num_tokens[sample.row])].tolist()
                 sample.token_ids += new
+                if logprobs is not None and state.request.params.logprobs is not None:
+                    sample.logprobs += [
+                        logprobs_of(
+                            logprobs, (sample.row, i), token, state.request.params.logprobs, self._logprobs_mode
+                        )
+                        for i, token in enumerate(new)
+                    ]
                 sample.num_computed_tokens += 0 if chunks else len(new)
                 sample.finish = FinishReason(int(output.finish[sample.row]))
                 state.has_progressed |= bool(new)
@@ -197,6 +216,19 @@ class EngineCore:
                 changed.append(state)
         self.running = [state for state in self.running if state.live_samples]
         return changed
+
+    def _note_prompt_logprobs(self, output: StepOutput, chunks: Sequence[Chunk]) -> None:
+        if output.prompt_logprobs is None:
+            return
+        tokens, start = jax.device_get(output.prompt_logprobs), 0
+        for chunk in chunks:
+            state, first = chunk.request, chunk.sample.num_computed_tokens
+            num_top = state.request.params.prompt_logprobs
+            for i, token in enumerate(_next_prompt_tokens(chunk)):
+                # A prompt's log-probabilities are the model's own, as in vLLM.
+                entry = logprobs_of(tokens, start + i, token, cast(int, num_top), "raw")
+                state.prompt_logprobs[first + i + 1] = entry
+            start += chunk.count
 
     def preempt(self, state: RequestState, mode: str) -> None:
         """Makes a running request wait again, with what it has generated.
@@ -237,4 +269,12 @@ def _row_chunk(chunk: Chunk) -> RowChunk:
     state, sample = chunk.request, chunk.sample
     token_ids = state.tokens(sample, sample.num_computed_tokens, chunk.count)
     children = [s.row for s in chunk.children]
-    return RowChunk(cast(int, sample.row), token_ids, chunk.generates, cast(Sequence[int], children))
+    following = _next_prompt_tokens(chunk)
+    following += (0,) * (len(token_ids) - len(following) if following else 0)
+    return RowChunk(cast(int, sample.row), token_ids, chunk.generates, cast(Sequence[int], children), following)
+
+
+def _next_prompt_tokens(chunk: Chunk) -> tuple[int, ...]:
+    """The tokens of the prompt that follow those of the chunk, if their log-probabilities are missing."""
+    start = chunk.sample.num_computed_tokens + 1
+    return chunk.request.request.prompt_token_ids[start:][: chunk.count] if chunk.request.lacks_prompt_logprobs else ()

@@ -1,7 +1,7 @@
 """ModelRunner: owns the device state and the compiled programs; turns plans into StepOutputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,10 +16,13 @@ from paged_jax.block_table import append_tokens
 from paged_jax.config import CacheConfig, check_positive
 from paged_jax.decode import acquire_prefix, decode_many, prefill_step, release_rows, reset_prefix_cache
 from paged_jax.inputs import MAX_STOP_TOKEN_IDS
+from paged_jax.logprobs import LogprobsMode
+from paged_jax.request_rules import first_stop, needs_tables
 from paged_jax.sampling import seed_words
 from paged_jax.scheduler import Request
 from paged_jax.state import EngineState, Forward, PrefillPlan, StepOutput, init_state
 from paged_jax.swap import BlockContent, RowPlan, read_blocks, restore_rows, write_blocks
+from paged_jax.token_rules import row_of_tables, set_rules
 
 #: XLA:CPU multiplies a handful of rows faster with oneDNN than with its default library: decode steps of 4 to 16 rows
 #: take 0.75 - 0.9 of the time; one row, and prefill chunks, are slower with it (benchmarks/README.md). XLA cannot store
@@ -32,6 +35,8 @@ _ONEDNN = {
 _ONEDNN_MIN_ROWS = 4
 #: Blocks that one transfer between device and host moves.
 _BLOCKS_PER_TRANSFER = 32
+#: Tokens of a ragged step that returns log-probabilities of prompts: it holds their logits all at once.
+MAX_PROMPT_LOGPROBS_TOKENS = 256
 
 
 def bucket_sizes(maximum: int, minimum: int = 1) -> tuple[int, ...]:
@@ -56,12 +61,14 @@ class RowChunk(NamedTuple):
         token_ids: its next tokens; a row that generates has one, which the device knows itself.
         is_last: it generates a token with this step.
         children: rows that fork it, and generate a token if it does.
+        next_token_ids: the tokens that follow each of token_ids, if their log-probabilities are wanted.
     """
 
     row: int
     token_ids: Sequence[int]
     is_last: bool = False
     children: Sequence[int] = ()
+    next_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,18 +120,28 @@ class ModelRunner:
         decode_steps: int,
         enable_prefix_caching: bool,
         implementation: str | None,
+        logprobs_mode: LogprobsMode,
     ) -> None:
         self.params = params
         self.token_buckets = bucket_sizes(max_num_batched_tokens, min(16, max_num_batched_tokens))
         self.row_buckets = bucket_sizes(cache_config.max_num_seqs)
         self._forward = forward
         self._decode_steps = decode_steps
-        self._init_state = partial(
+        init = partial(
             init_state,
             cache_config,
             max_stop_token_ids=MAX_STOP_TOKEN_IDS,
             enable_prefix_caching=enable_prefix_caching,
         )
+        self.vocab_size = check_contract(forward, params, jax.eval_shape(init), implementation)
+        if vocab_size is not None:
+            check_positive("LLM", vocab_size=vocab_size)
+            if vocab_size > self.vocab_size:
+                raise ValueError(f"vocab_size must be in 1 ... {self.vocab_size}, the model's logits; got {vocab_size}")
+            self.vocab_size = vocab_size
+        self._static = {"vocab_size": self.vocab_size, "implementation": implementation}
+        self._static_draws = self._static | {"logprobs_mode": logprobs_mode}
+        self._init_state = partial(init, vocab_size=self.vocab_size)
         self._state = self._init_state()
         self._block_transfer = min(_BLOCKS_PER_TRANSFER, cache_config.num_blocks - 1)
         self.counters = dict.fromkeys(vars(self._state.counters), 0)
@@ -133,13 +150,6 @@ class ModelRunner:
         self._rows = jax.tree.map(lambda x: np.array(x), self._state.rows)
         self._programs: dict[tuple[str | int, ...], Any] = {}
         self._compile = _compile
-        self.vocab_size = check_contract(forward, params, self._state, implementation)
-        if vocab_size is not None:
-            check_positive("LLM", vocab_size=vocab_size)
-            if vocab_size > self.vocab_size:
-                raise ValueError(f"vocab_size must be in 1 ... {self.vocab_size}, the model's logits; got {vocab_size}")
-            self.vocab_size = vocab_size
-        self._static = {"vocab_size": self.vocab_size, "implementation": implementation}
 
     @property
     def num_free_blocks(self) -> int:
@@ -156,6 +166,11 @@ class ModelRunner:
         return self._state.table.block_ids.shape[-1] * self._state.table.block_size
 
     @property
+    def max_prompt_logprobs_tokens(self) -> int:
+        """Tokens of a ragged step at most if it returns log-probabilities of prompts."""
+        return min(MAX_PROMPT_LOGPROBS_TOKENS, self.token_buckets[-1])
+
+    @property
     def compile_count(self) -> int:
         """Programs compiled so far."""
         return len(self._programs)
@@ -164,7 +179,7 @@ class ModelRunner:
         """Gives `row` the parameters of its request, which has generated tokens before if it was preempted; they travel
         with the row's next tokens."""
         self.set_namespace(row, request.namespace)
-        sampling, params = self._rows.sampling, request.params
+        sampling, rules, params = self._rows.sampling, self._rows.rules, request.params
         stop = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
         stop[: len(request.stop_token_ids)] = request.stop_token_ids
         for array, value in (
@@ -176,8 +191,36 @@ class ModelRunner:
             (self._rows.num_remaining, request.max_tokens - num_generated),
             (self._rows.stop_token_ids, stop),
             (self._rows.reserve, request.reserve),
+            (self._rows.num_logprobs, -1 if params.logprobs is None else params.logprobs),
+            (rules.presence_penalty, params.presence_penalty),
+            (rules.frequency_penalty, params.frequency_penalty),
+            (rules.repetition_penalty, params.repetition_penalty),
+            (rules.num_prompt_tokens, len(request.prompt_token_ids)),
+            (rules.first_stop, first_stop(params, request.max_tokens)),
+            (rules.has_bias, bool(params.logit_bias)),
+            (rules.has_allowed, params.allowed_token_ids is not None),
+            (rules.has_bad_words, bool(request.bad_words)),
         ):
             cast(np.ndarray, array)[row] = value
+
+    def set_rules(self, row: int, request: Request, token_ids: Sequence[int]) -> None:
+        """Gives `row` what the rules of its request need, if it has such rules.
+
+        Args:
+            token_ids: the tokens that the row has so far, prompt and generated.
+        """
+        if not needs_tables(request.params):
+            return
+        tables = self._state.rule_tables
+        assert tables is not None
+        values = row_of_tables(
+            tables,
+            token_ids=token_ids,
+            logit_bias=request.params.logit_bias,
+            allowed_token_ids=request.params.allowed_token_ids,
+            bad_words=request.bad_words,
+        )
+        self._state = replace(self._state, rule_tables=self._program("set_rules", 1)(tables, np.int32(row), values))
 
     def set_namespace(self, row: int, namespace: int) -> None:
         """Decides under which namespace the blocks that `row` fills are cached, and that it may use every block; like
@@ -199,26 +242,33 @@ class ModelRunner:
         return int(num_cached)
 
     def prefill(self, chunks: Sequence[RowChunk]) -> StepOutput:
-        """Runs one ragged step of at most max_num_batched_tokens tokens."""
+        """Runs one ragged step of at most max_num_batched_tokens tokens, or max_prompt_logprobs_tokens if one of the
+        chunks wants log-probabilities; those of the chunks follow each other in order of their rows."""
         parents = np.arange(len(self._state.is_active), dtype=np.int32)
         counts = np.zeros(self._state.is_active.shape, np.int32)
         is_last = np.zeros(self._state.is_active.shape, bool)
         tokens: list[int] = []
-        for row, token_ids, ends, children in sorted(chunks):
+        following: list[int] = []
+        wants_logprobs = any(chunk.next_token_ids for chunk in chunks)
+        for row, token_ids, ends, children, next_token_ids in sorted(chunks):
             tokens += token_ids
+            following += next_token_ids or [0] * len(token_ids)
             counts[row], is_last[row] = len(token_ids), ends
             parents[list(children)] = row
-        padded = np.zeros(bucket_for(len(tokens), self.token_buckets), np.int32)
-        padded[: len(tokens)] = tokens
+        limit = self.max_prompt_logprobs_tokens
+        size = limit if wants_logprobs else bucket_for(len(tokens), self.token_buckets)
+        padded = np.zeros((2, size), np.int32)
+        padded[:, : len(tokens)] = tokens, following
         # Fresh arrays: the device may read host memory after this returns, so nothing here is written again.
         plan = cast(Any, PrefillPlan)(
-            token_ids=padded,
+            token_ids=padded[0],
             num_new_tokens=counts,
             is_last=is_last,
             rows=jax.tree.map(np.copy, self._rows),
             parents=parents,
+            next_token_ids=padded[1] if wants_logprobs else None,
         )
-        return self._run(self._program("prefill", len(padded)), plan)
+        return self._run(self._program("prefill_logprobs" if wants_logprobs else "prefill", size), plan)
 
     def decode(self, num_active: int, *, until_finish: bool = False) -> StepOutput:
         """Runs up to decode_steps steps of the `num_active` active rows, or until one of them finishes."""
@@ -274,7 +324,7 @@ class ModelRunner:
             is_active=is_active,
             reserve=np.int32(reserve),
         )
-        self._state, ids, status = self._program("restore_rows", 1)(self._state, plan)
+        self._state, ids, status = self._program("restore_rows", len(is_active))(self._state, plan)
         if status == Status.OUT_OF_BLOCKS:
             return False
         _check("restore_rows", status)
@@ -295,7 +345,7 @@ class ModelRunner:
         chosen[list(rows)] = True
         held = chosen & (np.asarray(self._state.table.seq_lens) > 0)
         if held.any():
-            self._state, status = release_rows(self._state, held)
+            self._state, status = self._program("release_rows", len(held))(self._state, held)
             _check("release_rows", status)
 
     def reset(self) -> None:
@@ -334,7 +384,10 @@ class ModelRunner:
             self._program("decode", size)
         for kind in ("read_blocks", "write_blocks"):
             self._program(kind, self._block_transfer)
-        self._program("restore_rows", 1)
+        for kind in ("restore_rows", "release_rows"):
+            self._program(kind, len(self._state.is_active))
+        self._program("set_rules", 1)
+        self._program("prefill_logprobs", self.max_prompt_logprobs_tokens)
         lines = []
         if self.has_prefix_cache:
             self._program("acquire", self._max_prompt_tokens)
@@ -344,12 +397,16 @@ class ModelRunner:
             + [f"prefill_step: {size} tokens" for size in self.token_buckets]
             + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
             + [f"{kind}: {self._block_transfer} blocks" for kind in ("read_blocks", "write_blocks")]
-            + ["restore_rows"]
+            + [f"{kind}: {len(self._state.is_active)} rows" for kind in ("restore_rows", "release_rows")]
+            + ["set_rules"]
+            + [f"prefill_step with prompt_logprobs: {self.max_prompt_logprobs_tokens} tokens"]
         )
 
     def _run(self, program: Any, *plan: PrefillPlan, **options: Any) -> StepOutput:
         self._state, output = program(self.params, self._state, *plan, **options)
-        output = jax.device_get(output)
+        # The log-probabilities stay on the device: nobody may want them.
+        left = {"logprobs": output.logprobs, "prompt_logprobs": output.prompt_logprobs}
+        output = replace(jax.device_get(replace(output, **dict.fromkeys(left))), **left)
         counters = {name: int(count) for name, count in vars(output.counters).items()}
         for name, count in counters.items():
             self.counters[name] += (count - self._last_counters[name]) % 2**32
@@ -365,6 +422,8 @@ class ModelRunner:
         if kind == "acquire":
             one = np.int32(0)
             return acquire_prefix.lower(self._state, one, np.zeros(size, np.int32), one, one, one)
+        if kind == "release_rows":
+            return release_rows.lower(self._state, np.zeros(size, bool))
         if kind == "read_blocks":
             return read_blocks.lower(self._state, np.zeros(size, np.int32))
         if kind == "write_blocks":
@@ -382,16 +441,22 @@ class ModelRunner:
                 reserve=jnp.int32(0),
             )
             return restore_rows.lower(self._state, plan)
-        if kind == "prefill":
+        if kind == "set_rules":
+            tables = cast(Any, self._state.rule_tables)
+            return jax.jit(set_rules, donate_argnames="tables").lower(
+                tables, np.int32(0), row_of_tables(tables, token_ids=())
+            )
+        if kind in ("prefill", "prefill_logprobs"):
             plan = PrefillPlan(
                 token_ids=jnp.zeros(size, jnp.int32),
                 num_new_tokens=jnp.zeros(self._state.is_active.shape, jnp.int32),
                 is_last=jnp.zeros(self._state.is_active.shape, bool),
                 rows=self._state.rows,
                 parents=jnp.zeros(self._state.is_active.shape, jnp.int32),
+                next_token_ids=jnp.zeros(size, jnp.int32) if kind == "prefill_logprobs" else None,
             )
-            return prefill_step.lower(self._forward, self.params, self._state, plan, **self._static)
-        static = self._static | {"num_steps": self._decode_steps, "num_rows": size}
+            return prefill_step.lower(self._forward, self.params, self._state, plan, **self._static_draws)
+        static = self._static_draws | {"num_steps": self._decode_steps, "num_rows": size}
         return decode_many.lower(self._forward, self.params, self._state, until_finish=np.bool_(False), **static)
 
 

@@ -7,6 +7,7 @@ top_k and top_p are found as one threshold per row, by bisection on the bits of 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,28 +84,61 @@ def sample(
     Raises:
         ValueError: `vocab_size` is not in [1, V'].
     """
+    draws = draw(mask_padding(logits.astype(jnp.float32), vocab_size), state, positions)
+    return draws.token_ids, draws.is_finite
+
+
+class Draws(NamedTuple):
+    """What `draw` returns: token_ids and is_finite as of `sample`, threshold `[R]` float32: logits below it were not
+    drawn from, -inf for greedy rows."""
+
+    token_ids: jax.Array
+    is_finite: jax.Array
+    threshold: jax.Array
+
+
+def draw(logits: jax.Array, state: SamplingState, positions: jax.Array) -> Draws:
+    """`sample` for logits `[R, V]` float32 without padding."""
+    row_max, is_finite = row_maximum(logits)
+    is_random = (state.temperature >= GREEDY_TEMPERATURE) & is_finite
+    greedy = jnp.where(is_finite, _first_index_of(logits, row_max), 0), jnp.full_like(row_max, -jnp.inf)
+
+    def random() -> tuple[jax.Array, jax.Array]:
+        drawn = _draw_random(logits, row_max, is_random, state, positions)
+        return jax.tree.map(lambda d, g: jnp.where(is_random, d, g), drawn, greedy)
+
+    token_ids, threshold = lax.cond(jnp.any(is_random), random, lambda: greedy)
+    return Draws(token_ids, is_finite, threshold)
+
+
+def row_maximum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest of each row `[R]`, 0 for a row that is not finite, and is_finite `[R]` (see `sample`)."""
+    # XLA:CPU's maximum may lose a NaN; +inf cannot get lost.
+    row_max = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=1)
+    is_finite = jnp.isfinite(row_max)
+    return jnp.where(is_finite, row_max, 0.0), is_finite
+
+
+def filtered_logits(logits: jax.Array, state: SamplingState, threshold: jax.Array) -> jax.Array:
+    """Logits `[R, V]` float32 whose softmax random rows draw from: tempered, -inf where a filter drops the token.
+
+    They are shifted so that each row's largest is 0. Greedy rows keep all tokens, at temperature 1, as in vLLM.
+
+    Args:
+        logits, state: as for `draw`. threshold: from it.
+    """
+    temperature = jnp.where(state.temperature >= GREEDY_TEMPERATURE, state.temperature, 1.0)
+    scaled = (logits - row_maximum(logits)[0][:, None]) / temperature[:, None]
+    return jnp.where(logits >= threshold[:, None], scaled, -jnp.inf)
+
+
+def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """-inf in the columns from `vocab_size` on; a ValueError unless it is in [1, V']."""
     if not 1 <= vocab_size <= logits.shape[1]:
         raise ValueError(
             f"vocab_size must be in [1, {logits.shape[1]}], the number of logits of a row, got {vocab_size}; "
             "pass the tokenizer's vocabulary size, without padding."
         )
-    logits = _mask_padding(logits.astype(jnp.float32), vocab_size)
-    # XLA:CPU's maximum may lose a NaN; +inf cannot get lost.
-    row_max = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=1)
-    is_finite = jnp.isfinite(row_max)
-    row_max = jnp.where(is_finite, row_max, 0.0)
-    is_random = (state.temperature >= GREEDY_TEMPERATURE) & is_finite
-
-    greedy_ids = jnp.where(is_finite, _first_index_of(logits, row_max), 0)
-    token_ids = lax.cond(
-        jnp.any(is_random),
-        lambda: jnp.where(is_random, _draw(logits, row_max, is_random, state, positions), greedy_ids),
-        lambda: greedy_ids,
-    )
-    return token_ids, is_finite
-
-
-def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     if logits.shape[1] == vocab_size:
         return logits
     token = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
@@ -117,10 +151,10 @@ def _first_index_of(logits: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(logits == value[:, None], token, logits.shape[1]), axis=1)
 
 
-def _draw(
+def _draw_random(
     logits: jax.Array, row_max: jax.Array, is_random: jax.Array, state: SamplingState, positions: jax.Array
-) -> jax.Array:
-    """Draws a token `[R]` among those that the filters keep, using two random words a row.
+) -> tuple[jax.Array, jax.Array]:
+    """Draws a token `[R]` among those that the filters keep, using two random words a row; and their threshold.
 
     First a block of the vocabulary, then a token of that block: no cumulative sum over the vocabulary, no stored
     probabilities, and each choice has a whole random word for itself.
@@ -134,7 +168,7 @@ def _draw(
     weights = _weights(logits, row_max, temperature, threshold)
     block = _pick(jnp.sum(weights.reshape(num_rows, -1, _BLOCK), axis=2), bits[:, 0])
     block_logits = jnp.take_along_axis(logits.reshape(num_rows, -1, _BLOCK), block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + _pick(_weights(block_logits, row_max, temperature, threshold), bits[:, 1])
+    return block * _BLOCK + _pick(_weights(block_logits, row_max, temperature, threshold), bits[:, 1]), threshold
 
 
 def _random_words(seed: jax.Array, positions: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_jax.config import CacheConfig
+from paged_jax.logprobs import Logprob
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.state import FinishReason
 
@@ -42,6 +43,7 @@ class Request:
         priority: lower values go first.
         number: of arrival, unique in an engine.
         reserve: blocks that this request leaves free for privileged ones.
+        bad_words: token sequences that it does not generate.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class Request:
     priority: int
     number: int
     reserve: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def num_blocks_needed(self, config: CacheConfig) -> int:
         """Blocks that it owns at its longest. The last token of a sample is never stored."""
@@ -82,6 +85,7 @@ class Sample:
         num_computed_tokens: tokens that its row stores.
         is_active: its row generates: the device knows its last token.
         num_emitted: tokens that the user has seen.
+        logprobs: of each of token_ids, if they were asked for.
     """
 
     row: int | None = None
@@ -90,6 +94,7 @@ class Sample:
     num_computed_tokens: int = 0
     is_active: bool = False
     num_emitted: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,6 +110,7 @@ class RequestState:
         clock: tokens that the engine had computed when it arrived.
         num_preemptions: times that it had to make room.
         has_progressed: it has generated a token since it was last admitted.
+        prompt_logprobs: of each token of the prompt but the first, by its place; empty if nobody asked for them.
     """
 
     request: Request
@@ -115,6 +121,13 @@ class RequestState:
     clock: int = 0
     num_preemptions: int = 0
     has_progressed: bool = False
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt must be computed for its log-probabilities."""
+        wants = self.request.params.prompt_logprobs is not None
+        return wants and len(self.prompt_logprobs) < len(self.request.prompt_token_ids) - 1
 
     @property
     def live_samples(self) -> list[Sample]:
@@ -197,17 +210,17 @@ class RequestState:
         return len(self.request.prompt_token_ids) - samples[0].num_computed_tokens + generating
 
 
-def queued(waiting: Iterable[RequestState], policy: str, clock: int) -> list[RequestState]:
-    """The waiting requests in the order in which they start; `clock` counts the tokens that the engine has computed.
+def queued(requests: Iterable[RequestState], policy: str, clock: int) -> list[RequestState]:
+    """The requests in the order in which they start, or get tokens; `clock` counts the tokens that the engine has computed.
 
     "fcfs": in order of arrival, so that a preempted request goes before all that came after it. "priority": by priority
     first. "sjf": those with the least work left first, waiting counted by AGEING. No two requests compare equal.
     """
     if policy == "priority":
-        return sorted(waiting, key=lambda r: (r.request.priority, r.request.number))
+        return sorted(requests, key=lambda r: (r.request.priority, r.request.number))
     if policy == "sjf":
-        return sorted(waiting, key=lambda r: (r.num_tokens_expected - AGEING * (clock - r.clock), r.request.number))
-    return sorted(waiting, key=lambda r: r.request.number)
+        return sorted(requests, key=lambda r: (r.num_tokens_expected - AGEING * (clock - r.clock), r.request.number))
+    return sorted(requests, key=lambda r: r.request.number)
 
 
 def num_blocks_to_admit(
@@ -268,8 +281,8 @@ class Chunk:
 
 
 def plan_chunks(running: Sequence[RequestState], max_num_batched_tokens: int) -> list[Chunk]:
-    """The ragged step that brings prompts forward: first the next token of all rows that generate, oldest first, but
-    one token of the budget at least is for prompts; then prompts, oldest first. Empty: no prompt is incomplete.
+    """The ragged step that brings prompts forward: first the next token of all rows that generate, but one token of the
+    budget at least is for prompts; then prompts, in the order given. Empty: no prompt is incomplete.
     """
     rows = [(r, s) for r in running for s in r.live_samples]
     prefills = [(r, s) for r, s in rows if r.num_left(s) > 0]

@@ -15,8 +15,10 @@ from paged_jax.block_pool import BlockPool
 from paged_jax.block_table import BlockTable
 from paged_jax.config import CacheConfig
 from paged_jax.kv_cache import KVCache, init_cache
+from paged_jax.logprobs import TokenLogprobs
 from paged_jax.prefix_cache import PrefixCache, init_prefix_cache
 from paged_jax.sampling import SamplingState, init_sampling_state
+from paged_jax.token_rules import RuleParams, RuleTables, init_rule_params, init_rule_tables
 
 #: forward(params, batch, cache) -> (logits [R, V] of batch.logits_indices, cache). Pure; hashable, for it is static.
 #: JAX keeps it for ever: use one function for all engines, and pass weights through params, never through a closure.
@@ -30,6 +32,7 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # it drew one of its stop tokens
     LENGTH = 2  # it has its number of tokens, or its row of the block table is full
     ERROR = 3  # its logits were not finite; the token of that step is not part of the output
+    NO_TOKEN = 4  # its rules left no token
 
 
 @jax.tree_util.register_dataclass
@@ -39,17 +42,22 @@ class RowParams:
 
     Attributes:
         sampling: [S] arrays of sampling parameters.
+        rules: [S] arrays of what changes the logits first; without effect in a state without rule_tables.
         num_remaining: int32 [S] tokens that the row may still generate, at least 1.
         stop_token_ids: int32 [S, J] tokens that end the row, padded with -1, which no token equals.
         namespace: int32 [S] >= 0: rows share cached blocks with rows of the same namespace only.
         reserve: int32 [S] blocks that must stay free when the row takes one; 0 for privileged rows.
+        num_logprobs: int32 [S] most likely tokens whose log-probabilities the row wants to know beside that of its own,
+            at most MAX_LOGPROBS; -1 = none at all.
     """
 
     sampling: SamplingState
+    rules: RuleParams
     num_remaining: Int32[Array, " S"]
     stop_token_ids: Int32[Array, "S J"]
     namespace: Int32[Array, " S"]
     reserve: Int32[Array, " S"]
+    num_logprobs: Int32[Array, " S"]
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +90,7 @@ class EngineState:
         prefix_cache: what the blocks hold; None: prefix caching is off.
         counters: totals for the host.
         rows: per-row parameters of the requests.
+        rule_tables: what their rules need in large; None: no row has rules.
         last_token: int32 [S] the token that the row generated last; its K/V are stored by the next step.
         is_active: bool [S] rows that take part in decode steps: the prompt is complete, the row has not finished.
     """
@@ -92,6 +101,7 @@ class EngineState:
     prefix_cache: PrefixCache | None
     counters: BlockCounters
     rows: RowParams
+    rule_tables: RuleTables | None
     last_token: Int32[Array, " S"]
     is_active: Bool[Array, " S"]
 
@@ -111,6 +121,8 @@ class PrefillPlan:
         parents: int32 [S] or None. A row s != parents[s] shares all that row parents[s] holds after this step, which
             must bring it tokens, and if that row generates a token draws one of its own; parents[s] == s, or None:
             nothing is forked.
+        next_token_ids: int32 [T] or None. The token that follows each one of token_ids in its prompt: the step returns
+            their log-probabilities. None: it returns none.
     """
 
     token_ids: Int32[Array, " T"]
@@ -118,6 +130,7 @@ class PrefillPlan:
     is_last: Bool[Array, " S"]
     rows: RowParams
     parents: Int32[Array, " S"] | None = None
+    next_token_ids: Int32[Array, " T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -136,6 +149,9 @@ class StepOutput:
         status: int32 [] Status. Not OK: the next step was refused; the state is as after num_steps steps, so that no
             token is lost and the same call can be made again when there is room.
         counters: of the state.
+        logprobs: [S, K] of token_ids, meaningful for rows that ask for them.
+        prompt_logprobs: [T] of the plan's next_token_ids after the tokens before them, ranked by the raw ones; None:
+            there were none.
     """
 
     token_ids: Int32[Array, "S K"]
@@ -147,15 +163,25 @@ class StepOutput:
     min_free: Int32[Array, ""]
     status: Int32[Array, ""]
     counters: BlockCounters
+    logprobs: TokenLogprobs
+    prompt_logprobs: TokenLogprobs | None
 
 
-def init_state(config: CacheConfig, *, max_stop_token_ids: int = 8, enable_prefix_caching: bool = True) -> EngineState:
+def init_state(
+    config: CacheConfig,
+    *,
+    max_stop_token_ids: int = 8,
+    enable_prefix_caching: bool = True,
+    vocab_size: int | None = None,
+) -> EngineState:
     """Allocates all device memory of the engine, once.
 
     Args:
         config: sizes.
         max_stop_token_ids: static width of the per-row list of stop tokens.
         enable_prefix_caching: keep what full blocks hold, for `acquire_prefix`.
+        vocab_size: tokens of the model; with it the state has tables for the rules of SamplingParams (bias, allowed
+            ids, bad words, min_tokens, penalties), without it steps do not look at them.
 
     Raises:
         ValueError: prefix caching with several cache groups.
@@ -171,11 +197,14 @@ def init_state(config: CacheConfig, *, max_stop_token_ids: int = 8, enable_prefi
         counters=BlockCounters(**{f.name: jnp.zeros((), jnp.uint32) for f in fields(BlockCounters)}),
         rows=RowParams(
             sampling=init_sampling_state(num_rows),
+            rules=init_rule_params(num_rows),
             num_remaining=jnp.zeros(num_rows, jnp.int32),
             stop_token_ids=jnp.full((num_rows, max_stop_token_ids), -1, jnp.int32),
             namespace=jnp.zeros(num_rows, jnp.int32),
             reserve=jnp.zeros(num_rows, jnp.int32),
+            num_logprobs=jnp.full(num_rows, -1, jnp.int32),
         ),
+        rule_tables=None if vocab_size is None else init_rule_tables(num_rows, config.max_model_len, vocab_size),
         last_token=jnp.zeros(num_rows, jnp.int32),
         is_active=jnp.zeros(num_rows, bool),
     )

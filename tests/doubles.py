@@ -290,7 +290,7 @@ def tokens_of(outputs) -> list[list[int]]:
 class ByteTokenizer:
     """Token = byte; special tokens from 256 on decode to nothing when skipped."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:

@@ -27,6 +27,7 @@ from paged_jax import (
 )
 from paged_jax.decode import _decode_many
 from paged_jax.sampling import init_sampling_state
+from paged_jax.token_rules import init_rule_params
 
 ROWS, STOPS, CHUNK = 8, 4, 32
 
@@ -53,6 +54,8 @@ def plan_of(prompts: dict[int, list[int]], max_tokens=99, stop=(), is_last=True,
             stop_token_ids=jnp.asarray(stops),
             namespace=jnp.zeros(ROWS, jnp.int32),
             reserve=jnp.full(ROWS, reserve, jnp.int32),
+            rules=init_rule_params(ROWS),
+            num_logprobs=jnp.full(ROWS, -1, jnp.int32),
         ),
     )
 

@@ -315,7 +315,7 @@ def test_b47_samples_share_full_blocks_and_copy_the_partial_one(llm, length, blo
     llm.add_request("a", {"prompt_token_ids": prompt(length)}, dataclasses.replace(RANDOM, max_tokens=2))
     outputs = []
     while llm.has_unfinished_requests():
-        outputs += llm.step()
+        outputs += [o for o in llm.step() if o.finished]
     assert len(steps) == 2
     assert steps[0] == (-(-length // 4), length)  # the prompt, once
     assert llm.peak_blocks >= blocks
@@ -364,11 +364,11 @@ def test_b18_abort_gives_back_the_blocks_of_every_sample(llm, num_steps):
     llm.add_request("b", {"prompt_token_ids": prompt(9)}, dataclasses.replace(GREEDY, max_tokens=20))
     llm.add_request("c", {"prompt_token_ids": prompt(5)}, dataclasses.replace(RANDOM, n=8))  # waits for rows
     for _ in range(num_steps):
-        assert llm.step() == []
+        assert not any(o.finished for o in llm.step())
     assert [llm.abort(name) for name in ("a", "c", "a", "never")] == [True, True, False, False]
     outputs = []
     while llm.has_unfinished_requests():
-        outputs += llm.step()
+        outputs += [o for o in llm.step() if o.finished]
     assert [o.request_id for o in outputs] == ["b"]
     assert tokens_of(outputs) == [dense_tokens(prompt(9), 20)]
     assert llm.num_free_blocks == 40
@@ -387,14 +387,14 @@ def test_b18_abort_after_one_sample_has_ended(llm):
 
 
 def test_b54_samples_through_a_scarce_pool_equal_those_of_an_ample_one(llm):
-    scarce = tiny_llm(16)  # one group of three samples needs 10 blocks: the two wait for each other
+    scarce = tiny_llm(16)  # one group of three samples needs 10 blocks: the two get in each other's way
     for seed in range(1, 6):
         params = SamplingParams(n=3, temperature=1.0, seed=seed, max_tokens=12)
         texts = [prompt(5, seed), prompt(5, 40 + seed)]
         ample = [samples_of(o) for o in generate(llm, texts, params)]
         assert [samples_of(o) for o in generate(scarce, texts, params)] == ample
         assert scarce.is_whole
-    assert scarce.peak_blocks <= 10
+    assert sum(scarce.core.num_preemptions.values()) > 0
 
 
 def test_samples_that_can_never_fit_fail_alone_with_the_numbers(llm):
