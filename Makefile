@@ -19,7 +19,7 @@ demo: $(VENV)/ready
 	$(RUN) -m examples.demo
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/ready
 	$(RUN) -m pytest -m soak -n 2

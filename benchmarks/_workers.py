@@ -3,7 +3,7 @@
 One request per line, one answer per line, both JSON. Weights load and shapes compile once; only one worker computes
 at a time, so that variants can be interleaved round-robin on one machine.
 
-    -> {"prompts": [[int, ...], ...], "max_new_tokens": int}
+    -> {"prompts": [[int, ...], ...], "max_new_tokens": int, or [int, ...] one for each prompt}
     <- {"seconds": float, "tokens": [[int, ...], ...]}
 
 The first line a worker writes is {"versions": {...}, "settings": {...}}. An empty line ends it. No dependency beyond
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 
-Generate = collections.abc.Callable[[list[list[int]], int], list[list[int]]]
+Generate = collections.abc.Callable[[list[list[int]], int | list[int]], list[list[int]]]
 RIVALS = pathlib.Path(__file__).resolve().parent / "rivals"
 
 
@@ -60,14 +60,15 @@ class Worker:
         )
         self.about = self._read()
 
-    def run(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[float, list[list[int]]]:
+    def run(self, prompts: list[list[int]], max_new_tokens: int | list[int]) -> tuple[float, list[list[int]]]:
         """Runs one batch; returns its wall time in seconds, as the worker measured it, and the new tokens."""
         self.process.stdin.write(json.dumps({"prompts": prompts, "max_new_tokens": max_new_tokens}) + "\n")
         self.process.stdin.flush()
         answer = self._read()
-        lengths = {len(row) for row in answer["tokens"]}
-        if len(answer["tokens"]) != len(prompts) or lengths != {max_new_tokens}:
-            raise RuntimeError(f"{self.name} returned rows of {lengths} tokens instead of {max_new_tokens}")
+        lengths = [len(row) for row in answer["tokens"]]
+        expected = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts)
+        if lengths != expected:
+            raise RuntimeError(f"{self.name} returned rows of {lengths} tokens instead of {expected}")
         return answer["seconds"], answer["tokens"]
 
     def close(self) -> None:

@@ -4,14 +4,11 @@ Subclasses choose the implementation under test (`manager`), the number of cache
 cache.
 """
 
-import copy
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from block_manager_model import PlainBlockManager, Refused
-from doubles import QUICK
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -27,7 +24,6 @@ CAPACITY = WIDTH * BLOCK_SIZE
 
 def jitted(block_pool, block_table, prefix_cache) -> SimpleNamespace:
     """The functions under test, compiled once per implementation."""
-    jit = lambda f, **options: jax.jit(f, compiler_options=QUICK, **options)  # noqa: E731
 
     def admit(cache, pool, table, row, tokens, num_tokens, namespace):
         hits = prefix_cache.match_prefix(cache, pool, tokens, num_tokens, namespace)
@@ -44,15 +40,15 @@ def jitted(block_pool, block_table, prefix_cache) -> SimpleNamespace:
         Status=block_pool.Status,
         init=block_table.init,
         init_cache=prefix_cache.init_prefix_cache,
-        append=jit(block_table.append_tokens, static_argnames="max_new_tokens"),
-        fork=jit(block_table.fork),
-        reparent=jit(block_table.reparent),
-        truncate=jit(block_table.truncate),
-        release=jit(block_table.release),
-        needed=jit(block_table.num_blocks_needed),
-        admit=jit(admit),
-        store=jit(store),
-        reset=jit(prefix_cache.reset),
+        append=jax.jit(block_table.append_tokens, static_argnames="max_new_tokens"),
+        fork=jax.jit(block_table.fork),
+        reparent=jax.jit(block_table.reparent),
+        truncate=jax.jit(block_table.truncate),
+        release=jax.jit(block_table.release),
+        needed=jax.jit(block_table.num_blocks_needed),
+        admit=jax.jit(admit),
+        store=jax.jit(store),
+        reset=jax.jit(prefix_cache.reset),
     )
 
 
@@ -148,27 +144,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def _fork(self, parents):
         self._run(
-            lambda p: p.fork(parents), lambda: self.manager.fork(self.pool, self.table, jnp.array(parents, jnp.int32))
+            lambda p: p.fork(parents), lambda: self.manager.fork(self.pool, self.table, np.array(parents, np.int32))
         )
 
     def _reparent(self, parents):
         self._run(
             lambda p: p.reparent(parents),
-            lambda: self.manager.reparent(self.pool, self.table, jnp.array(parents, jnp.int32)),
+            lambda: self.manager.reparent(self.pool, self.table, np.array(parents, np.int32)),
         )
 
     def _truncate(self, lens):
         self._run(
-            lambda p: p.truncate(lens), lambda: self.manager.truncate(self.pool, self.table, jnp.array(lens, jnp.int32))
+            lambda p: p.truncate(lens), lambda: self.manager.truncate(self.pool, self.table, np.array(lens, np.int32))
         )
 
     def _release(self, chosen):
         self._run(
-            lambda p: p.release(chosen), lambda: self.manager.release(self.pool, self.table, jnp.array(chosen, bool))
+            lambda p: p.release(chosen), lambda: self.manager.release(self.pool, self.table, np.array(chosen, bool))
         )
 
     def _append(self, counts, reserve, new=None):
-        counted = jnp.array(counts, jnp.int32)
+        counted = np.array(counts, np.int32)
         needed = int(np.sum(self.manager.needed(self.pool, self.table, counted)))
         new = new or [[self.next_token + 100 * row + i for i in range(max(c, 0))] for row, c in enumerate(counts)]
         self.next_token += 1000
@@ -182,7 +178,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         appended = self._run(
             plain,
             lambda: self.manager.append(
-                self.pool, self.table, counted, max_new_tokens=MAX_NEW, reserve=jnp.int32(reserve)
+                self.pool, self.table, counted, max_new_tokens=MAX_NEW, reserve=np.int32(reserve)
             ),
             written=new,
         )
@@ -191,19 +187,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return appended
 
     def _run(self, plain_operation, array_operation, written=None):
-        after, expected = copy.deepcopy(self.plain), "OK"
+        after, expected = self.plain.copy(), "OK"
         try:
             plain_operation(after)
         except Refused as refusal:
             after, expected = self.plain, str(refusal)
-        before = as_bytes((self.pool, self.table))
+        before = self.pool, self.table
         self.pool, self.table, result = array_operation()
         status = result if written is None else result.status
         self.status = self.manager.Status(int(status)).name
         assert self.status == expected
         self.plain = after
         if expected != "OK":
-            assert as_bytes((self.pool, self.table)) == before  # invariant 5
+            assert as_bytes((self.pool, self.table)) == as_bytes(before)  # invariant 5
         if written is not None:
             self._write(result, written if expected == "OK" else [[] for _ in written])
         self._check()
@@ -295,6 +291,9 @@ class CachingMachine(BlockManagerMachine):
             new[row] = prompt[len(self.plain.tokens[row]) :][:MAX_NEW]
         self._step(new, publishes)
 
+    admit_again = admit  # chosen as often as three of the rules without a prompt: most bugs of the cache need hits
+    and_again = admit
+
     @rule(
         counts=st.lists(st.sampled_from([0, 1, 1, 2, 3, 4]), min_size=NUM_ROWS, max_size=NUM_ROWS),
         token=st.integers(0, 1),
@@ -322,13 +321,13 @@ class CachingMachine(BlockManagerMachine):
             self.cache, pool, status = self.manager.reset(self.cache, self.pool)
             return pool, self.table, status
 
-        before = as_bytes(self.cache)
+        before = self.cache
         self._run(lambda p: p.reset(), array_reset)
-        assert self.status == "OK" or as_bytes(self.cache) == before
+        assert self.status == "OK" or as_bytes(self.cache) == as_bytes(before)
 
     def _admit(self, row, prompt, namespace):
-        tokens = jnp.array(prompt + [1] * (CAPACITY - len(prompt)), jnp.int32)
-        arguments = (jnp.int32(row), tokens, jnp.int32(len(prompt)), jnp.int32(namespace))
+        tokens = np.array(prompt + [1] * (CAPACITY - len(prompt)), np.int32)
+        arguments = (np.int32(row), tokens, np.int32(len(prompt)), np.int32(namespace))
         *state, hits = self.manager.admit(self.cache, self.pool, self.table, *arguments)
         hits = [int(b) for b in hits if b]
         predicted = self.plain.match(namespace, prompt)
@@ -358,9 +357,9 @@ class CachingMachine(BlockManagerMachine):
             self.pool,
             self.table,
             appended,
-            jnp.asarray(tokens),
-            jnp.array(old_lens, jnp.int32),
-            jnp.array(self.plain.namespaces, jnp.int32),
+            tokens,
+            np.array(old_lens, np.int32),
+            np.array(self.plain.namespaces, np.int32),
             publishes,
         )
         if publishes:

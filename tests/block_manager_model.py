@@ -1,6 +1,6 @@
 """A plain-Python block manager, written row by row, that the arrays are compared with after every operation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Refused(Exception):
@@ -9,7 +9,7 @@ class Refused(Exception):
 
 @dataclass
 class PlainBlockManager:
-    """Lists and loops. Mutates itself; callers copy it when an operation may be refused."""
+    """Lists and loops. Mutates itself; callers take a copy() when an operation may be refused."""
 
     num_blocks: int
     block_size: int
@@ -36,6 +36,20 @@ class PlainBlockManager:
             self.blocks = [[[] for _ in range(self.num_rows)] for _ in range(self.num_groups)]
             self.tokens = [[] for _ in range(self.num_rows)]
             self.namespaces = [0] * self.num_rows
+
+    def copy(self) -> "PlainBlockManager":
+        return replace(
+            self,
+            free=list(self.free),
+            cached=list(self.cached),
+            refs=dict(self.refs),
+            blocks=[[list(ids) for ids in rows] for rows in self.blocks],
+            tokens=[list(tokens) for tokens in self.tokens],
+            copies=list(self.copies),
+            namespaces=list(self.namespaces),
+            uids=dict(self.uids),
+            records=dict(self.records),
+        )
 
     @property
     def num_free(self) -> int:

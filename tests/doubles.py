@@ -193,12 +193,10 @@ def audit(state) -> None:
     check_invariants(state.pool, state.table, state.prefix_cache)
 
 
-#: Programs of tiny models run a few hundred times: compiling them is nearly all that a test costs.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 class AuditedLLM(LLM):
     """An LLM that is audited after every step, and poisoned before it if `poison_value` is set.
+
+    It has programs for the largest batch only (but see with_several_sizes): each takes seconds to compile.
 
     Attributes:
         num_steps: dispatches so far.
@@ -210,7 +208,8 @@ class AuditedLLM(LLM):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._runner._compile = lambda lowered, *_: lowered.compile(compiler_options=QUICK)
+        self._runner.token_buckets = self._runner.token_buckets[-1:]
+        self._runner.row_buckets = self._runner.row_buckets[-1:]
         self.num_steps = 0
         real_step = self.core.step
 
@@ -250,6 +249,12 @@ def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **opt
     sizes = {k: options.pop(k) for k in ("max_num_seqs", "max_blocks_per_seq") if k in options}
     config = cache_config(num_usable_blocks, block_size, **sizes)
     return AuditedLLM(forward, tiny_params(), config, **({"max_num_batched_tokens": 32, "decode_steps": 4} | options))
+
+
+def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
+    """The engine, but with programs for two sizes of a batch."""
+    llm._runner.token_buckets, llm._runner.row_buckets = (16, llm.max_num_batched_tokens), (2, 8)
+    return llm
 
 
 def oracle_llm(num_usable_blocks: int, block_size: int = 4, **options) -> AuditedLLM:

@@ -4,11 +4,13 @@ import jax.numpy as jnp
 import kernel_cases
 import numpy as np
 import pytest
-from test_kernels import NAMES
+from test_kernels import ONLY_SHAPES
 
 from pallas_kernels.reference import paged_attention_reference
 from pallas_kernels.work_list import FIRST_ITEM, HIGH, LOW, NUM_CHUNKS, ROW, ROW_CHUNKS, decode_work, prefill_work
 from pallas_kernels.xla import paged_attention_xla
+
+NAMES = [pytest.param(name, marks=[pytest.mark.soak] * (name in ONLY_SHAPES)) for name in kernel_cases.CASES]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """The package as a newcomer meets it: import, public names, command line, examples."""
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -16,8 +17,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*args: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # as in conftest.py
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, *args], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
@@ -37,7 +39,7 @@ def test_import_costs_less_than_one_and_a_half_times_jax_and_flax():
         code = f"import time; t = time.process_time(); import {modules}; print(time.process_time() - t)"
         return float(run("-c", code).stdout)
 
-    pairs = [(cpu_seconds("jax, flax"), cpu_seconds("paged_jax")) for _ in range(5)]
+    pairs = [(cpu_seconds("jax, flax"), cpu_seconds("paged_jax")) for _ in range(3)]
     base, ours = (min(p[i] for p in pairs) for i in (0, 1))
     assert ours < 1.5 * base, (ours, base, statistics.median(p[1] / p[0] for p in pairs))
 

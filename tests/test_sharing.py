@@ -107,7 +107,7 @@ def test_generated_text_is_cached_too(llm):
 
 
 def test_b02_only_blocks_of_earlier_steps_are_hit():
-    llm = tiny_llm(16, max_num_batched_tokens=6)
+    llm = tiny_llm(40, max_num_batched_tokens=6)
     llm.poison_value = np.nan
     text, hits = prompt(12), []
     look_up = llm._runner.acquire_prefix

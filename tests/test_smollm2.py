@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from doubles import AuditedLLM
 
-import paged_jax.runner
 from models.load import load_model
 from paged_jax import BeamSearchParams, CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
 from paged_jax.config import cdiv
@@ -28,9 +27,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 LENGTH = 320
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _optimised():
+    """These programs run long enough to be worth it."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(scope="module")
 def model():
     return load_model("smollm2", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def small_chunks(model):
+    """Chunks that cross blocks everywhere, and the most steps per dispatch."""
+    return engine(model, 4, 7, 32)
 
 
 def engine(model, block_size, chunk, decode_steps, max_num_seqs=5):
@@ -53,8 +66,7 @@ def engine(model, block_size, chunk, decode_steps, max_num_seqs=5):
         max_num_batched_tokens=chunk,
         decode_steps=decode_steps,
     )
-    llm._runner.row_buckets = (1, max_num_seqs)  # two decode programs instead of four
-    llm._runner._compile = paged_jax.runner._compile  # these programs run long enough to be worth it
+    llm._runner.row_buckets = (1, max_num_seqs)  # of the decode programs that most tests need
     return llm
 
 
@@ -65,25 +77,29 @@ def assert_equals_reference(outputs, reference):
 
 # Every block size, chunk and number of steps of the claim, in as few engines as cover them: a program takes long to
 # compile.
-@pytest.mark.parametrize(
-    ("block_size", "chunk", "decode_steps"), [(4, 7, 32), pytest.param(64, 512, 1, marks=pytest.mark.soak)], ids=str
-)
-def test_greedy_ids_of_all_prompts_together_equal_the_reference(model, block_size, chunk, decode_steps):
-    llm = engine(model, block_size, chunk, decode_steps)
+def check_all_prompts_together(llm):
     outputs = llm.generate([p["prompt"] for p in REFERENCE], GREEDY, use_tqdm=False)
     assert [o.prompt_token_ids for o in outputs] == [p["prompt_ids"] for p in REFERENCE]
     assert_equals_reference(outputs, REFERENCE)
     assert llm.is_whole
 
 
-def test_greedy_ids_of_each_prompt_alone_equal_the_reference(model):
-    llm = engine(model, 4, 7, 32)
+def test_greedy_ids_of_all_prompts_together_equal_the_reference(small_chunks):
+    check_all_prompts_together(small_chunks)
+
+
+@pytest.mark.soak
+def test_greedy_ids_with_large_blocks_and_one_step_per_dispatch_equal_the_reference(model):
+    check_all_prompts_together(engine(model, 64, 512, 1))
+
+
+def test_greedy_ids_of_each_prompt_alone_and_cached_equal_the_reference(small_chunks):
+    small_chunks.reset_prefix_cache()
     for is_cached in (False, True):
         for p in REFERENCE:
-            outputs = llm.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
+            outputs = small_chunks.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
             assert_equals_reference(outputs, [p])
-            if is_cached:
-                assert outputs[0].num_cached_tokens == (p["n_prompt"] - 1) // 4 * 4
+            assert outputs[0].num_cached_tokens == is_cached * ((p["n_prompt"] - 1) // 4 * 4)
 
 
 @pytest.mark.parametrize("width", [2, 4])

@@ -116,14 +116,15 @@ def all_cases() -> list[Case]:
 
 
 def bounded_cases() -> list[Case]:
-    """What CI compiles: the steps with the Mosaic kernels, each kernel for an H200 and once for the other chips."""
+    """What CI compiles: each kind of step with the Mosaic kernels, each kernel for each chip, all planted faults."""
 
     def is_bounded(case: Case) -> bool:
         if isinstance(case, ProgramCase):
-            is_large = case.model == "llama3_8b" and (case.flags == "while_node" or case.program == "prefill_step")
-            return case.implementation == "mosaic_gpu" and not is_large
+            is_plain_decode = case.program == "decode_many" and case.flags != "while_node"
+            return case.implementation == "mosaic_gpu" and is_plain_decode == (case.model == "llama3_8b")
         if isinstance(case, KernelCase):
-            return case.shape == "llama3_8b" or (case.chip == "h200" and case.shape == "smollm2_135m")
+            is_other_width = case.kernel in ("paged_decode", "paged_prefill") and case.shape == "smollm2_135m"
+            return case.shape == "llama3_8b" or (case.chip == "h200" and is_other_width)
         return True
 
     return [case for case in all_cases() if is_bounded(case)]

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 PAD = 2
-MAX_TOKENS_IN_CACHE = 16384
 
 
 def build_generate(model) -> _workers.Generate:
@@ -30,17 +29,39 @@ def build_generate(model) -> _workers.Generate:
     return generate
 
 
-def build_generate_batch(model, page_size: int) -> _workers.Generate:
-    """Returns a function that calls `model.generate_batch` with one persistent manager."""
+def build_generate_batch(model, page_size: int, max_tokens_in_cache: int) -> _workers.Generate:
+    """Returns a function that calls `model.generate_batch` with one persistent manager.
+
+    Where each prompt has a length of its own, which `generate_batch` does not take, it does what that does.
+    """
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns at every call
     config = transformers.ContinuousBatchingConfig(
         page_size=page_size,
-        num_blocks=MAX_TOKENS_IN_CACHE // page_size,
+        num_blocks=max_tokens_in_cache // page_size,
         max_batch_tokens=2048,
         auto_switch_to_flash=False,
     )
 
-    def generate(prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def generate_ragged(prompts: list[list[int]], max_new_tokens: list[int]) -> list[list[int]]:
+        results = {}
+        with model.continuous_batching_context_manager(
+            continuous_batching_config=config, persistent_manager=True, timeout=5
+        ) as manager:
+            ids = [
+                manager.add_request(prompt, max_new_tokens=count)
+                for prompt, count in zip(prompts, max_new_tokens, strict=True)
+            ]
+            while len(results) < len(ids):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("the generation thread has ended")
+                if result is not None and result.is_finished():
+                    results[result.request_id] = result.generated_tokens
+        return [results[i] for i in ids]
+
+    def generate(prompts: list[list[int]], max_new_tokens: int | list[int]) -> list[list[int]]:
+        if isinstance(max_new_tokens, list):
+            return generate_ragged(prompts, max_new_tokens)
         results = model.generate_batch(
             prompts,
             continuous_batching_config=config,
@@ -59,6 +80,7 @@ def load():
     parser.add_argument("--api", choices=("generate", "generate_batch"), required=True)
     parser.add_argument("--attention", choices=("sdpa", "paged|eager"), default="sdpa")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--max-tokens-in-cache", type=int, default=16384)
     arguments = parser.parse_args()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.gguf.parent,
@@ -73,7 +95,8 @@ def load():
     versions = _common.package_versions("torch", "transformers", "numpy", "gguf")
     if arguments.api == "generate":
         return build_generate(model), versions, settings
-    return build_generate_batch(model, arguments.page_size), versions, {**settings, "page_size": arguments.page_size}
+    settings |= {"page_size": arguments.page_size, "max_tokens_in_cache": arguments.max_tokens_in_cache}
+    return build_generate_batch(model, arguments.page_size, arguments.max_tokens_in_cache), versions, settings
 
 
 if __name__ == "__main__":
