@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import AuditedLLM
+from doubles import AuditedLLM, Disturbance
 
 from models.load import load_model
-from paged_jax import BeamSearchParams, CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
+from paged_jax import (
+    BeamSearchParams,
+    CacheConfig,
+    SamplingParams,
+    SchedulerConfig,
+    append_tokens,
+    build_ragged_batch,
+    init_state,
+)
 from paged_jax.config import cdiv
 
 pytestmark = [
@@ -86,6 +94,29 @@ def check_all_prompts_together(llm):
 
 def test_greedy_ids_of_all_prompts_together_equal_the_reference(small_chunks):
     check_all_prompts_together(small_chunks)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SchedulerConfig(policy="fcfs", preemption_mode="recompute", watermark=0.0),
+        SchedulerConfig(policy="sjf", preemption_mode="swap", num_host_blocks=60),
+        SchedulerConfig(policy="priority", preemption_mode="auto", watermark=1.0),
+    ],
+    ids=lambda settings: settings.policy,
+)
+def test_greedy_ids_of_preempted_prompts_equal_the_reference_whatever_the_scheduler(small_chunks, settings):
+    llm = small_chunks
+    usual, llm.core._scheduler = llm.core._scheduler, settings
+    before = sum(llm.core.num_preemptions.values())
+    llm.before_step = Disturbance(llm, seed=1, preempt=0.1, modes=(settings.preemption_mode,))
+    try:
+        outputs = llm.generate([p["prompt"] for p in REFERENCE], GREEDY, use_tqdm=False, priority=[2, 1, 0, -1, -2])
+    finally:
+        llm.core._scheduler, llm.before_step = usual, None
+    assert_equals_reference(outputs, REFERENCE)
+    assert sum(llm.core.num_preemptions.values()) >= before + 3
+    assert llm.is_whole
 
 
 @pytest.mark.soak
