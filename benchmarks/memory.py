@@ -245,6 +245,7 @@ def record_beams(traffic: Traffic, model, widths: list[int], num_prompts: int, s
         decode_steps=32,
         implementation=None,
         enable_prefix_caching=False,
+        logprobs_mode="raw",
     )
     recorded = {}
     for width in widths:

@@ -2,6 +2,5 @@
 
 from models.checkpoint import LoadError
 from models.load import LoadedModel, load_model
-from models.tokenizer import render_chat
 
-__all__ = ["LoadError", "LoadedModel", "load_model", "render_chat"]
+__all__ = ["LoadError", "LoadedModel", "load_model"]

@@ -27,8 +27,8 @@ class LoadedModel:
         params: nested dict of arrays in the compute dtype, on JAX's default device.
         config: sizes and constants; `config.eos_token_ids` end a generation.
         tokenizer: a tokenizers.Tokenizer, or None if the folder has none.
-        chat_template: jinja2 source for `render_chat`, or None.
-        bos_token, eos_token: their text, for `render_chat`.
+        chat_template: jinja2 source, or None.
+        bos_token, eos_token: their text, which chat templates may write; None if there is none.
         path: the folder or file that the model came from.
     """
 

@@ -1,6 +1,5 @@
-"""Tokenizers and chat templates. The packages `tokenizers` and `jinja2` are imported on first use."""
+"""Tokenizers. The package `tokenizers` is imported on first use."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,63 +78,3 @@ def _byte_level_bpe(path: Path, tokens: list[str], merges: list[str], types: lis
             single=[bos, "$A"], special_tokens=[(bos, vocab[bos])]
         )
     return tokenizer
-
-
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    bos_token: str | None = None,
-    eos_token: str | None = None,
-    add_generation_prompt: bool = True,
-) -> str:
-    """The text of a conversation, by the chat template that came with the model.
-
-    The template is foreign code: it runs in jinja2's immutable sandbox. The text contains the special tokens, so encode
-    it with `add_special_tokens=False`.
-
-    Args:
-        template: jinja2 source.
-        messages: e.g. [{"role": "user", "content": "Hello"}].
-        bos_token, eos_token: text of these tokens for templates that write them.
-        add_generation_prompt: end with the header of the assistant's answer.
-
-    Raises:
-        ValueError: messages are malformed, or the template is broken or refuses them.
-    """
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"render_chat(): messages[{index}] must have 'role' and 'content', got {message!r:.80}")
-    try:
-        return (
-            _environment()
-            .from_string(template)
-            .render(
-                messages=messages,
-                bos_token=bos_token or "",
-                eos_token=eos_token or "",
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-            )
-        )
-    except Exception as error:  # whatever a foreign template manages to raise
-        raise ValueError(f"render_chat(): the chat template failed: {type(error).__name__}: {error}") from error
-
-
-def _environment() -> Any:
-    jinja2 = require("jinja2.sandbox")
-    environment = jinja2.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise ValueError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        # Unlike jinja2's own filter: no HTML escapes, which would change the prompt.
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = tojson
-    return environment

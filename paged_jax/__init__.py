@@ -14,6 +14,7 @@ from paged_jax.block_table import (
     reparent,
     truncate,
 )
+from paged_jax.chat import ChatTemplate
 from paged_jax.config import CacheConfig, SchedulerConfig
 from paged_jax.decode import (
     acquire_prefix,
@@ -27,8 +28,12 @@ from paged_jax.engine import LLM
 from paged_jax.inputs import sample_seed
 from paged_jax.invariants import InvariantError, check_invariants
 from paged_jax.kv_cache import KVCache, LayerCache, copy_blocks, init_cache, write_kv
+from paged_jax.logprobs import Logprob, TokenLogprobs
+from paged_jax.metrics import Metrics, RequestMetrics, StepRecord
 from paged_jax.outputs import BeamSearchOutput, BeamSequence, CompletionOutput, RequestOutput
+from paged_jax.plots import plot_steps
 from paged_jax.prefix_cache import PrefixCache, copy_tokens, init_prefix_cache, match_prefix, publish, write_tokens
+from paged_jax.recorder import Recorder, build_block_map
 from paged_jax.sampling import SamplingState, init_sampling_state, sample, seed_words
 from paged_jax.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from paged_jax.state import (
@@ -41,6 +46,8 @@ from paged_jax.state import (
     init_state,
 )
 from paged_jax.streaming import AsyncStreams
+from paged_jax.text_stream import TextStream
+from paged_jax.token_rules import RuleParams, RuleTables, init_rule_params, row_of_tables, set_rules
 
 __version__ = "0.1.0"
 
@@ -57,6 +64,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "CacheConfig",
+    "ChatTemplate",
     "CompletionOutput",
     "EngineState",
     "FinishReason",
@@ -64,22 +72,32 @@ __all__ = [
     "KVCache",
     "KeptBeams",
     "LayerCache",
+    "Logprob",
+    "Metrics",
     "PrefillPlan",
     "PrefixCache",
+    "Recorder",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RowParams",
+    "RuleParams",
+    "RuleTables",
     "SamplingParams",
     "SamplingState",
     "SchedulerConfig",
     "Status",
     "StepBatch",
     "StepOutput",
+    "StepRecord",
+    "TextStream",
+    "TokenLogprobs",
     "acquire_prefix",
     "allocate",
     "append_tokens",
     "attend",
     "beam_search_many",
+    "build_block_map",
     "build_decode_batch",
     "build_ragged_batch",
     "check_invariants",
@@ -92,20 +110,24 @@ __all__ = [
     "init_cache",
     "init_pool",
     "init_prefix_cache",
+    "init_rule_params",
     "init_sampling_state",
     "init_state",
     "init_table",
     "match_prefix",
     "paged_attention",
+    "plot_steps",
     "prefill_step",
     "publish",
     "release",
     "release_rows",
     "reparent",
     "reset_prefix_cache",
+    "row_of_tables",
     "sample",
     "sample_seed",
     "seed_words",
+    "set_rules",
     "truncate",
     "write_kv",
     "write_tokens",

@@ -1,30 +1,68 @@
-"""`python -m paged_jax generate --model smollm2 --prompt "..."`: text from the command line."""
+"""Text and benchmarks from the command line: `python -m paged_jax generate --model smollm2 --prompt "..."`."""
 
 import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from paged_jax import LLM, RequestOutput, SamplingParams
+from paged_jax import LLM, Recorder, RequestOutput, SamplingParams, bench, plot_steps
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paged_jax", description=__doc__)
-    generate = parser.add_subparsers(dest="command", required=True).add_parser("generate", help="continue prompts")
-    generate.add_argument("--model", required=True, help='Hugging Face directory, GGUF file, or "smollm2"')
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", help="continue prompts")
+    _add_engine_arguments(generate)
     generate.add_argument("--prompt", action="append", required=True, help="repeat for several prompts")
+    generate.add_argument("--chat", action="store_true", help="each prompt is a message, put into the chat template")
     generate.add_argument("--max-tokens", type=int, default=64)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--seed", type=int, default=0)
-    generate.add_argument("--max-model-len", type=int, default=None)
-    generate.add_argument("--max-num-seqs", type=int, default=16)
-    generate.add_argument("--block-size", type=int, default=16)
-    generate.add_argument("--num-blocks", type=int, default=None)
+    generate.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
+    generate.add_argument("--plot", type=Path, default=None, help="draw the run: blocks, waste, cache, preemptions")
     generate.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
+    generate.set_defaults(run=_generate)
+    benchmarks = commands.add_parser("bench", help="measure").add_subparsers(dest="benchmark", required=True)
+    throughput = benchmarks.add_parser("throughput", help="many requests: tokens per second")
+    latency = benchmarks.add_parser("latency", help="one batch: seconds")
+    _add_engine_arguments(throughput)
+    _add_engine_arguments(latency)
+    bench.add_throughput_arguments(throughput)
+    bench.add_latency_arguments(latency)
+    throughput.set_defaults(run=partial(_bench, bench.run_throughput))
+    latency.set_defaults(run=partial(_bench, bench.run_latency))
     return parser
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help='Hugging Face directory, GGUF file, or "smollm2"')
+    parser.add_argument("--max-model-len", type=int, default=None)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--num-blocks", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _make_llm(args: argparse.Namespace, **options: Any) -> LLM:
+    return LLM.from_pretrained(
+        args.model,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        seed=args.seed,
+        **options,
+    )
+
+
+def _bench(run: Any, args: argparse.Namespace) -> int:
+    run(args, partial(_make_llm, args))
+    return 0
 
 
 def _record(prompt: str, output: RequestOutput) -> dict[str, object]:
@@ -51,18 +89,21 @@ def _print_readable(prompts: Sequence[str], outputs: Sequence[RequestOutput]) ->
 
 def _generate(args: argparse.Namespace) -> int:
     params = SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_tokens=args.max_tokens, seed=None
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        max_tokens=args.max_tokens,
+        stop=args.stop,
     )
-    llm = LLM.from_pretrained(
-        args.model,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        seed=args.seed,
-    )
+    llm = _make_llm(args)
+    recorder = None if args.plot is None else Recorder(block_maps=True)
+    llm.recorder = recorder
     start = time.perf_counter()
-    outputs = llm.generate(args.prompt, params, use_tqdm=not args.json)
+    if args.chat:
+        conversations = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+        outputs = llm.chat(conversations, params, use_tqdm=not args.json)
+    else:
+        outputs = llm.generate(args.prompt, params, use_tqdm=not args.json)
     seconds = time.perf_counter() - start
     if args.json:
         for prompt, output in zip(args.prompt, outputs, strict=True):
@@ -74,6 +115,8 @@ def _generate(args: argparse.Namespace) -> int:
             f"\n{num_tokens} tokens in {seconds:.1f} s, compilation included: {num_tokens / seconds:.1f} tokens/s; "
             f"at most {llm.peak_blocks} of {llm.cache_config.num_blocks - 1} blocks in use"
         )
+    if recorder is not None and recorder.records:
+        plot_steps(recorder, llm.cache_config.block_size).savefig(str(args.plot))
     return int(any(o.error is not None for o in outputs))
 
 
@@ -81,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 if a prompt failed, 2 if the call is wrong."""
     args = _parser().parse_args(argv)
     try:
-        return _generate(args)
-    except ValueError as error:
+        return args.run(args)
+    except (ValueError, ImportError) as error:
         print(f"paged_jax: {error}", file=sys.stderr)
         return 2
 

@@ -164,7 +164,7 @@ def append_tokens(
     copies, last, ref_count = _copies(pool.ref_count, table, num_new_tokens)
     pool = replace(pool, ref_count=ref_count)
     need = (_growth(table, num_new_tokens) + copies) * (in_range & fits)
-    reserve = jnp.max(jnp.where(jnp.any(need > 0, axis=0), reserve, 0))
+    reserve = jnp.max(jnp.where(jnp.any(need > 0, axis=0), reserve, 0)).astype(jnp.int32)
     pool, ids, status = allocate(pool, need.T.reshape(-1), max_blocks=max_blocks, reserve=reserve)
     ids = ids.reshape(num_rows, num_groups, max_blocks).swapaxes(0, 1)
     status = jnp.where(in_range, jnp.where(fits, status, Status.TABLE_FULL), Status.BAD_LENGTH).astype(jnp.int32)

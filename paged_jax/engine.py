@@ -1,10 +1,12 @@
 """LLM: requests in, text out. Host policy around the jitted steps; owns the device state."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paged_jax.beam_engine import BeamSearcher
+from paged_jax.chat import ChatTemplate, Messages
 from paged_jax.config import CacheConfig, SchedulerConfig, check_positive
 from paged_jax.engine_core import EngineCore
 from paged_jax.inputs import (
@@ -15,18 +17,24 @@ from paged_jax.inputs import (
     check_eos_token_ids,
     check_priority,
     check_seed,
+    check_stop_strings,
     derived_seed,
+    encode_chat,
     max_new_tokens,
     stop_token_ids,
     tokenize,
 )
 from paged_jax.logprobs import LogprobsMode, check_logprobs_mode
-from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output, request_output
+from paged_jax.metrics import Metrics
+from paged_jax.monitor import Monitor
+from paged_jax.output_processor import OutputProcessor
+from paged_jax.outputs import BeamSearchOutput, RequestOutput, failed_output
 from paged_jax.pretrained import pretrained_arguments
 from paged_jax.progress import Progress
+from paged_jax.recorder import Recorder
 from paged_jax.request_rules import bad_word_sequences, check_vocabulary
 from paged_jax.runner import ModelRunner
-from paged_jax.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from paged_jax.sampling_params import BeamSearchParams, SamplingParams
 from paged_jax.scheduler import Request
 from paged_jax.state import Forward
 
@@ -41,6 +49,7 @@ class LLM:
         cache_config: sizes of the paged memory; must agree with the model.
         tokenizer: anything with `encode(text)` and `decode(ids, skip_special_tokens=...)`; without one, prompts are
             token ids and outputs have no text.
+        chat_template: what chat() uses unless it is given one.
         vocab_size: token ids are below it; logits columns from here on are padding. Default: all logits columns.
         eos_token_ids: token or tokens that end a sequence unless the request says ignore_eos.
         max_model_len: longest sequence in tokens, prompt and output. Default: what a row of the block table holds.
@@ -58,6 +67,9 @@ class LLM:
     Attributes:
         core: the EngineCore: unfinished requests, counters of preemptions and swapped blocks.
         compile_count: programs compiled so far; `warmup()` compiles all of them.
+        metrics: what step(), generate(), chat() and stream() have done so far, and the latest state; see Metrics. Beam
+            searches are not counted.
+        recorder: a Recorder that keeps each of their dispatches, None unless one is attached.
     """
 
     def __init__(
@@ -67,6 +79,7 @@ class LLM:
         cache_config: CacheConfig,
         tokenizer: Any = None,
         *,
+        chat_template: ChatTemplate | None = None,
         vocab_size: int | None = None,
         eos_token_ids: Iterable[int] | int | None = (),
         max_model_len: int | None = None,
@@ -99,6 +112,7 @@ class LLM:
         )
         self.cache_config = cache_config
         self.tokenizer = tokenizer
+        self.chat_template = chat_template
         self.eos_token_ids = check_eos_token_ids(eos_token_ids)
         self.max_model_len = cache_config.max_model_len if max_model_len is None else max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -117,6 +131,10 @@ class LLM:
         )
         self._namespaces = Namespaces()
         self.core = EngineCore(self._runner, cache_config, self.scheduler_config, max_num_batched_tokens, logprobs_mode)
+        self.metrics = Metrics()
+        self.recorder: Recorder | None = None
+        self._monitor = Monitor(self.core, cache_config, self.metrics)
+        self._processor = OutputProcessor(self.core, self.metrics)
         self._num_requests = 0
 
     @classmethod
@@ -211,7 +229,73 @@ class LLM:
             RuntimeError: requests from add_request are unfinished.
         """
         self._check_idle("generate()")
-        prompts, params = _as_lists(prompts, sampling_params)
+        return self._run_all(*_as_lists(prompts, sampling_params), priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answers every conversation, in the words of the model's chat template.
+
+        Args:
+            messages: one conversation, a list of messages like {"role": "user", "content": "Hello"}, or a list of them.
+            sampling_params: one for all conversations or one per conversation. Default: SamplingParams().
+            use_tqdm: show a progress bar (if tqdm is installed).
+            add_generation_prompt: let the prompt end with the header of the assistant's answer.
+            chat_template: jinja2 source to use instead of the model's.
+
+        Returns:
+            One RequestOutput per conversation, in the order given. A conversation that the template cannot render, or
+            that cannot be served, fails alone: its `error` says why.
+
+        Raises:
+            ValueError: there is no chat template or no tokenizer; as many sampling_params as conversations were
+                expected.
+            RuntimeError: requests from add_request are unfinished.
+        """
+        self._check_idle("chat()")
+        is_one = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else list(messages)
+        prompts = self._chat_prompts(conversations, add_generation_prompt, chat_template)
+        return self._run_all(*_as_lists(prompts, sampling_params), None, use_tqdm)
+
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True, chat_template: str | None = None
+    ) -> Prompt:
+        """The prompt that chat() makes of one conversation, for stream() and add_request().
+
+        Raises:
+            ValueError: there is no chat template or no tokenizer, or the template cannot render the conversation.
+        """
+        (prompt,) = self._chat_prompts([messages], add_generation_prompt, chat_template)
+        if isinstance(prompt, ValueError):
+            raise prompt
+        return prompt
+
+    def _chat_prompts(
+        self, conversations: Sequence[Any], add_generation_prompt: bool, chat_template: str | None
+    ) -> list[Prompt | ValueError]:
+        template = self.chat_template
+        if chat_template is not None:
+            template = replace(template or ChatTemplate(source=""), source=chat_template)
+        if template is None:
+            raise ValueError("the model has no chat template; give chat(chat_template=...) or LLM(chat_template=...)")
+        texts = template.render_all(conversations, add_generation_prompt=add_generation_prompt)
+        return [text if isinstance(text, ValueError) else encode_chat(text, self.tokenizer) for text in texts]
+
+    def _run_all(
+        self,
+        prompts: Sequence[Prompt | ValueError],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end; instead of a prompt there may be the reason why there is none."""
         done = {}
         try:
             with Progress(len(prompts), enabled=use_tqdm) as progress:
@@ -220,11 +304,9 @@ class LLM:
                     done[output.request_id] = output
                     progress.update(output)
                 while self.has_unfinished_requests():
-                    for state in self.core.step():
-                        if not state.live_samples:
-                            output = request_output(state, self.tokenizer)
-                            done[output.request_id] = output
-                            progress.update(output)
+                    for output in self._processor.process(self._monitor.step(self.recorder), final_only=True):
+                        done[output.request_id] = output
+                        progress.update(output)
         except BaseException:
             self.abort_all()
             raise
@@ -244,9 +326,8 @@ class LLM:
         the first one plus their place. Ending the iteration early drops what is unfinished.
         """
         self._check_idle("stream()")
-        prompts, params = _as_lists(prompts, sampling_params)
         try:
-            _, failed = self._add_all(prompts, params, priority)
+            _, failed = self._add_all(*_as_lists(prompts, sampling_params), priority)
             yield from failed
             while self.has_unfinished_requests():
                 yield from self.step()
@@ -314,8 +395,9 @@ class LLM:
 
         Raises:
             ValueError: the id is in use; the prompt is empty, too long, not in the vocabulary or can never fit the
-                pool; it is text and there is no tokenizer; its cache_salt is empty or too long; priority is no int32;
-                or params name tokens that the model does not have, or bad words that cannot be tokenised.
+                pool; it is text, or there are stop strings, and there is no tokenizer; its cache_salt is empty or too
+                long; priority is no int32; or params name tokens that the model does not have, or bad words that
+                cannot be tokenised.
             TypeError: request_id is no str; the prompt is neither text nor a dict with "prompt_token_ids"; its
                 cache_salt is no str; or params are no SamplingParams.
         """
@@ -326,6 +408,7 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if any(r.request.request_id == request_id for r in self.core.unfinished):
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
+        check_stop_strings(params, self.tokenizer)
         check_vocabulary(params, self._runner.vocab_size)
         text, token_ids = tokenize(prompt, self.tokenizer, self._runner.vocab_size)
         salt, priority, capacity = cache_salt_of(prompt), check_priority(priority), self.cache_config.num_blocks - 1
@@ -346,7 +429,7 @@ class LLM:
         )
         check_can_ever_fit(request, self.cache_config)
         self._num_requests += 1
-        self.core.add(request)
+        self._processor.add(self.core.add(request), self.tokenizer)
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has something to do."""
@@ -359,11 +442,7 @@ class LLM:
         Returns:
             What the requests have that got tokens or finished with it; see SamplingParams.output_kind.
         """
-        return [
-            request_output(state, self.tokenizer)
-            for state in self.core.step()
-            if not state.live_samples or state.request.params.output_kind != RequestOutputKind.FINAL_ONLY
-        ]
+        return self._processor.process(self._monitor.step(self.recorder))
 
     def abort(self, request_id: str) -> bool:
         """Drops an unfinished request with all its samples and gives their blocks back.
@@ -373,11 +452,14 @@ class LLM:
         """
         found = [r for r in self.core.unfinished if r.request.request_id == request_id]
         for state in found:
+            self._processor.on_abort(state)
             self.core.abort(state)
         return bool(found)
 
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back."""
+        for state in self.core.unfinished:
+            self._processor.on_abort(state)
         self.core.abort_all()
 
     def reset_prefix_cache(self) -> None:
@@ -411,6 +493,11 @@ class LLM:
         return self._runner.warmup()
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._runner.vocab_size
+
+    @property
     def compile_count(self) -> int:
         """Programs compiled so far."""
         return self._runner.compile_count
@@ -442,7 +529,7 @@ class LLM:
             )
 
     def _add_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int] | None
+        self, prompts: Sequence[Prompt | ValueError], params: Sequence[SamplingParams], priority: Sequence[int] | None
     ) -> tuple[list[str], list[RequestOutput]]:
         """Queues all prompts under consecutive numbers: (their ids, the results of those that cannot be served)."""
         if priority is not None and len(priority) != len(prompts):
@@ -451,6 +538,8 @@ class LLM:
         for prompt, param, level in zip(prompts, params, priority or [0] * len(prompts), strict=True):
             ids.append(str(self._num_requests))
             try:
+                if isinstance(prompt, ValueError):
+                    raise prompt
                 self.add_request(ids[-1], prompt, param, priority=level)
             except (ValueError, TypeError) as error:
                 self._num_requests += 1
@@ -459,12 +548,12 @@ class LLM:
 
 
 def _as_lists(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> tuple[list[Prompt], list[SamplingParams]]:
+    prompts: Prompt | Sequence[Prompt | ValueError], params: SamplingParams | Sequence[SamplingParams] | None
+) -> tuple[list[Prompt | ValueError], list[SamplingParams]]:
     """A list of prompts and as many sampling parameters."""
-    prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+    listed: list[Prompt | ValueError] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
     if not isinstance(params, Sequence):
-        return prompts, [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
-    return prompts, list(params)
+        return listed, [params or SamplingParams()] * len(listed)
+    if len(params) != len(listed):
+        raise ValueError(f"{len(params)} sampling_params for {len(listed)} prompts; give one, or one per prompt")
+    return listed, list(params)

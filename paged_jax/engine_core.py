@@ -4,9 +4,10 @@ Policy comes from scheduler.py, mechanism from the runner; what is left here is 
 the result, and when the pool has run out preempt a victim.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -31,6 +32,22 @@ from paged_jax.scheduler import (
 from paged_jax.state import FinishReason, StepOutput
 
 
+class Dispatch(NamedTuple):
+    """What one call of the device did.
+
+    Attributes:
+        kind: "prefill", "decode", or "mixed" for both in one step.
+        num_steps: model steps.
+        num_prompt_tokens: tokens stored of prompts, and of what preempted requests compute again.
+        num_generated_tokens: tokens drawn.
+    """
+
+    kind: str
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
 class EngineCore:
     """Requests in, tokens out.
 
@@ -45,6 +62,7 @@ class EngineCore:
         peak_blocks: the most blocks that were ever in use at once.
         num_preemptions: requests that had to make room so far, by "recompute" and "swap".
         num_swapped_blocks: blocks copied to the host ("out") and back ("in") so far.
+        last_dispatch: of the last step(), None if there was nothing to run.
     """
 
     def __init__(
@@ -61,6 +79,7 @@ class EngineCore:
         self.peak_blocks = 0
         self.num_preemptions = {"recompute": 0, "swap": 0}
         self.num_swapped_blocks = {"out": 0, "in": 0}
+        self.last_dispatch: Dispatch | None = None
         self._config = cache_config
         self._scheduler = scheduler_config
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -78,15 +97,37 @@ class EngineCore:
         """Blocks that requests which wait to be swapped in keep on the host."""
         return sum(state.saved.num_blocks for state in self.waiting if state.saved is not None)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> RequestState:
         """Queues a request that fits the idle pool."""
         samples = [Sample() for _ in range(request.params.n)]
         self.waiting.append(RequestState(request=request, samples=samples, clock=self._clock))
+        return self.waiting[-1]
 
     def abort(self, state: RequestState) -> None:
         """Drops an unfinished request and gives its blocks back."""
         (self.waiting if state in self.waiting else self.running).remove(state)
         self.release(state.live_samples)
+
+    def end_sample(self, state: RequestState, sample: Sample, finish: FinishReason, num_tokens: int) -> None:
+        """Ends a sample with its first `num_tokens` tokens, whether or not it goes on; the others go on.
+
+        Args:
+            state: its request.
+            sample: one that has generated tokens.
+            finish: why it ends.
+            num_tokens: tokens that it keeps.
+        """
+        was_live = sample.finish == FinishReason.NONE
+        if was_live:
+            self.release([sample])
+        sample.finish = finish
+        del sample.token_ids[num_tokens:], sample.logprobs[num_tokens:]
+        if not was_live:
+            return
+        if not state.live_samples:
+            (self.waiting if state in self.waiting else self.running).remove(state)
+        elif state.saved is not None:  # it has the rows of all that went on
+            state.forget_saved()
 
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back, whatever was interrupted."""
@@ -108,6 +149,7 @@ class EngineCore:
 
     def step(self) -> list[RequestState]:
         """Runs one dispatch and returns the requests that got tokens or finished with it."""
+        self.last_dispatch = None
         self._admit()
         if not self.running:
             return []
@@ -121,6 +163,7 @@ class EngineCore:
         else:
             output = self.runner.decode(num_active, until_finish=bool(self.waiting))
         self.count_blocks(output)
+        self._note_dispatch(output, chunks)
         changed = self._commit(output, chunks)
         if output.status != Status.OK:
             victim = choose_victim(self.running) if output.status == Status.OUT_OF_BLOCKS else None
@@ -182,10 +225,18 @@ class EngineCore:
         for sample, row in zip(samples, rows, strict=True):
             sample.row = row
             self.runner.set_rules(row, request, (*request.prompt_token_ids, *sample.token_ids))
+        if state.start_time is None:
+            state.start_time = time.monotonic()
         if state.num_cached_tokens is None:
             state.num_cached_tokens = samples[0].num_computed_tokens
         state.has_progressed = False
         return True
+
+    def _note_dispatch(self, output: StepOutput, chunks: Sequence[Chunk]) -> None:
+        prompt_counts = [c.count for c in chunks if not c.sample.is_active]
+        kind = "decode" if not chunks else "prefill" if len(prompt_counts) == len(chunks) else "mixed"
+        num_prompt_tokens = sum(prompt_counts) if output.num_steps > 0 else 0
+        self.last_dispatch = Dispatch(kind, int(output.num_steps), num_prompt_tokens, int(np.sum(output.num_tokens)))
 
     def _commit(self, output: StepOutput, chunks: Sequence[Chunk]) -> list[RequestState]:
         """Notes what a dispatch has done; returns the requests that got tokens or finished with it."""

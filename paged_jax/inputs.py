@@ -58,6 +58,27 @@ def _encode(text: str, tokenizer: Any) -> Sequence[int]:
     return getattr(encoded, "ids", encoded)
 
 
+def encode_chat(text: str, tokenizer: Any) -> Prompt | ValueError:
+    """The prompt of a rendered conversation, which has its special tokens already; or why there is none.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError("chat() needs a tokenizer; give LLM(tokenizer=...)")
+    try:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # foreign code: its failure must not touch other requests
+        return ValueError(f"the tokenizer cannot encode the conversation: {error!r}")
+    return {"prompt": text, "prompt_token_ids": getattr(encoded, "ids", encoded)}
+
+
+def check_stop_strings(params: SamplingParams, tokenizer: Any) -> None:
+    """Raises ValueError if there are stop strings and no text to find them in."""
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings are looked for in the text: give LLM(tokenizer=...), or stop_token_ids instead")
+
+
 def cache_salt_of(prompt: Prompt) -> str | None:
     """The prompt's cache_salt: only requests with the same one share cached blocks. None: there is none.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from paged_jax.chat import ChatTemplate
 from paged_jax.config import CacheConfig, cdiv, check_positive
 
 #: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
@@ -43,6 +44,9 @@ def pretrained_arguments(
         "dtype": jax.tree.leaves(model.params)[0].dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         "max_num_seqs": max_num_seqs,
     }
+    template = model.chat_template and ChatTemplate(
+        source=model.chat_template, bos_token=model.bos_token or "", eos_token=model.eos_token or ""
+    )
     num_blocks = _default_num_blocks(CacheConfig(num_blocks=2, **sizes)) if num_blocks is None else num_blocks
     if max_num_batched_tokens is None:
         max_num_batched_tokens = 256 if on_cpu else 2048
@@ -51,6 +55,7 @@ def pretrained_arguments(
         "params": model.params,
         "cache_config": CacheConfig(num_blocks=num_blocks, **sizes),
         "tokenizer": model.tokenizer,
+        "chat_template": template,
         "vocab_size": model.config.vocab_size,
         "eos_token_ids": model.config.eos_token_ids,
         "max_model_len": max_model_len,

@@ -1,6 +1,6 @@
 """ModelRunner: owns the device state and the compiled programs; turns plans into StepOutputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from paged_jax.config import CacheConfig, check_positive
 from paged_jax.decode import acquire_prefix, decode_many, prefill_step, release_rows, reset_prefix_cache
 from paged_jax.inputs import MAX_STOP_TOKEN_IDS
 from paged_jax.logprobs import LogprobsMode
+from paged_jax.recorder import build_block_map
 from paged_jax.request_rules import first_stop, needs_tables
 from paged_jax.sampling import seed_words
 from paged_jax.scheduler import Request
@@ -155,6 +156,19 @@ class ModelRunner:
     def num_free_blocks(self) -> int:
         """Blocks that the pool can hand out now."""
         return int(np.asarray(self._state.pool.count).sum())
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Of these, blocks that hold a cached prefix."""
+        return int(np.asarray(self._state.pool.count)[1])
+
+    def block_map(self, requests: Mapping[int, int]) -> np.ndarray:
+        """Whom each block belongs to, see build_block_map, given the number of its request for each row in use."""
+        pool = self._state.pool
+        block_ids, ref_count, content_uid = map(
+            np.asarray, (self._state.table.block_ids, pool.ref_count, pool.content_uid)
+        )
+        return build_block_map(block_ids, ref_count, content_uid, requests)
 
     @property
     def has_prefix_cache(self) -> bool:

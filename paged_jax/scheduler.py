@@ -84,7 +84,6 @@ class Sample:
         finish: NONE while it goes on.
         num_computed_tokens: tokens that its row stores.
         is_active: its row generates: the device knows its last token.
-        num_emitted: tokens that the user has seen.
         logprobs: of each of token_ids, if they were asked for.
     """
 
@@ -93,7 +92,6 @@ class Sample:
     finish: FinishReason = FinishReason.NONE
     num_computed_tokens: int = 0
     is_active: bool = False
-    num_emitted: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
 
 
@@ -110,6 +108,7 @@ class RequestState:
         clock: tokens that the engine had computed when it arrived.
         num_preemptions: times that it had to make room.
         has_progressed: it has generated a token since it was last admitted.
+        start_time: of `time.monotonic`, when it first got rows; None before.
         prompt_logprobs: of each token of the prompt but the first, by its place; empty if nobody asked for them.
     """
 
@@ -121,6 +120,7 @@ class RequestState:
     clock: int = 0
     num_preemptions: int = 0
     has_progressed: bool = False
+    start_time: float | None = None
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
 
     @property
@@ -211,7 +211,7 @@ class RequestState:
 
 
 def queued(requests: Iterable[RequestState], policy: str, clock: int) -> list[RequestState]:
-    """The requests in the order in which they start, or get tokens; `clock` counts the tokens that the engine has computed.
+    """The requests in the order in which they start, or get tokens; `clock` counts the tokens computed so far.
 
     "fcfs": in order of arrival, so that a preempted request goes before all that came after it. "priority": by priority
     first. "sjf": those with the least work left first, waiting counted by AGEING. No two requests compare equal.

@@ -35,6 +35,7 @@ from paged_jax import BeamSearchParams, FinishReason, SamplingParams, Status, in
 from paged_jax.beam_engine import BeamSearch, max_blocks, plan_waves
 from paged_jax.beam_search import advance
 from paged_jax.block_pool import UNCACHED
+from paged_jax.runner import RowChunk
 
 ROWS = 8
 DATA = Path(__file__).parent / "data"
@@ -389,8 +390,8 @@ def test_search_that_could_outgrow_the_pool_but_shares_enough_is_served(scarce_l
 def test_search_that_the_pool_stopped_goes_on_when_there_is_room(scarce_llm):
     runner, p = scarce_llm._runner, prompt(5)
     for start in range(0, 40, 10):
-        runner.prefill([([4], prompt(40, 9)[start : start + 10], False)])
-    runner.prefill([([0], p[:-1], False)])
+        runner.prefill([RowChunk(4, prompt(40, 9)[start : start + 10])])
+    runner.prefill([RowChunk(0, p[:-1])])
     tokens = jnp.array(p[-1:], jnp.int32)
     beams = init_beams(tokens, jnp.array([5], jnp.int32), beam_width=4, eos_token_ids=jnp.zeros(0, jnp.int32))
     stopped, output = runner.search(beams)

@@ -39,7 +39,7 @@ def run(llm, prompts, params, *, before_step=lambda step: None):
 
 def preempt(llm, state, mode):
     """Makes a running request wait again."""
-    llm.core._preempt(state, can_swap=mode == "swap")
+    llm.core.preempt(state, mode)
 
 
 def preempting(llm, seed):

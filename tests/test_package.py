@@ -45,7 +45,7 @@ def test_import_costs_less_than_one_and_a_half_times_jax_and_flax():
 
 
 def test_import_loads_no_optional_package():
-    optional = {"models", "tokenizers", "gguf", "tqdm", "torch"}
+    optional = {"models", "tokenizers", "gguf", "tqdm", "torch", "jinja2", "matplotlib", "prometheus_client"}
     assert run("-c", f"import sys, paged_jax; print({optional} & set(sys.modules))").stdout.strip() == "set()"
 
 

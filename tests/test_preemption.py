@@ -345,6 +345,48 @@ def test_b22_host_arrays_changed_while_a_step_is_in_flight_change_nothing(monkey
         assert tokens_of(generate(llm, [prompt(5, n) for n in (1, 2, 3)], greedy(6))) == expected
 
 
+def test_b87_the_same_requests_again_give_the_same_bits_and_alone_the_same_tokens():
+    """Log-probabilities are bit-equal run after run; alone, in other rows and buckets, they agree within rounding."""
+    llm = tiny_llm(40, enable_prefix_caching=False)
+    params = dataclasses.replace(GREEDY, logprobs=0)
+    prompts = [prompt(3 + 2 * n, 1 + n) for n in range(8)]
+
+    def measured(some):
+        return [
+            (c.token_ids, [entry[t].logprob for entry, t in zip(c.logprobs, c.token_ids, strict=True)])
+            for c in (o.outputs[0] for o in generate(llm, some, params))
+        ]
+
+    first = measured(prompts)
+    assert all(measured(prompts) == first for _ in range(4))
+    for (tokens, logprobs), token_ids in zip(first, prompts, strict=True):
+        ((alone, alone_logprobs),) = measured([token_ids])
+        assert alone == tokens == dense_tokens(token_ids, 8)
+        np.testing.assert_allclose(alone_logprobs, logprobs, atol=1e-5)
+
+
+def test_b103_requests_that_come_go_and_move_never_see_each_other():
+    """32 requests over 8 rows, each allowed three tokens of its own, preempted and aborted at random."""
+    llm = tiny_llm(40, enable_prefix_caching=False)
+    names = ["", *(f"r{n}" for n in range(1, 32))]
+    for n, name in enumerate(names):
+        own = [3 * n, 3 * n + 1, 3 * n + 2]
+        params = SamplingParams(
+            temperature=1.0, seed=n, max_tokens=6, allowed_token_ids=own, presence_penalty=1.0 + n % 2, n=1 + n % 2
+        )
+        add(llm, name, prompt(1 + n % 9, 1 + n), params)
+        with pytest.raises(ValueError, match="already in use"):
+            add(llm, name, prompt(3), params)
+    disturb = Disturbance(llm, 0, preempt=0.3, abort=0.05)
+    done = run(llm, disturb)
+    assert done.keys() | disturb.aborted == set(names)
+    assert len(done) > 16
+    for n, name in enumerate(names):
+        for tokens in done.get(name, []):
+            assert len(tokens) == 6
+            assert set(tokens) <= {3 * n, 3 * n + 1, 3 * n + 2}
+
+
 def soak(llm, seed, num_requests, *, abort=0.02, preempt=0.5):
     """Random requests at random moments, disturbed; everything is compared with ORACLE."""
     rng, expected, done = np.random.default_rng(seed), {}, {}

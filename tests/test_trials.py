@@ -217,7 +217,7 @@ def test_b100_no_compilation_after_warmup_over_changing_lengths_batches_and_para
                 repetition_penalty=float(rng.choice([1.0, 1.2])),
                 min_tokens=int(rng.integers(0, 2)),
                 logit_bias=dict.fromkeys(rng.integers(0, 97, int(rng.integers(0, 4))).tolist(), 2.0),
-                allowed_token_ids=rng.choice([None, range(90)]) and list(range(90)),
+                allowed_token_ids=None if rng.random() < 0.5 else list(range(90)),
                 logprobs=rng.choice([None, 0, 5]),
                 prompt_logprobs=rng.choice([None, None, None, 2]),
             )

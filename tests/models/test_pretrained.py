@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paged_jax import LLM, SamplingParams
+from paged_jax import LLM, ChatTemplate, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -14,6 +14,7 @@ def test_from_pretrained_folder_generates_from_text(folder):
     assert output.error is None
     assert len(output.outputs[0].token_ids) >= 1
     assert llm.eos_token_ids == (2, 7)
+    assert llm.chat_template == ChatTemplate(source="{{ bos_token }}!", bos_token="<s>", eos_token="</s>")
 
 
 def test_from_pretrained_default_pool_holds_every_row_at_full_length(folder):

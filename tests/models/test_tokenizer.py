@@ -1,45 +1,10 @@
-"""Chat templates, and the tokenizer of SmolLM2 against the recorded prompts."""
+"""Tokenizer and chat template of SmolLM2 against the recorded prompts."""
 
 import pytest
 
-from models import render_chat
+from paged_jax import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "What is gravity? Answer in one sentence."}]
-
-
-def test_render_chat_trims_blocks_and_passes_tokens():
-    template = "{{ bos_token }}\n  {% for m in messages %}\n{{ m.role }}{% if loop.first %}{% break %}{% endif %}\n"
-    template += "  {% endfor %}\nend"
-    assert render_chat(template, [*MESSAGES, *MESSAGES], bos_token="<s>") == "<s>\nuserend"
-
-
-def test_render_chat_writes_json_without_html_escapes():
-    assert render_chat("{{ messages[0].content | tojson }}", [{"role": "user", "content": "<é>"}]) == '"<é>"'
-
-
-def test_render_chat_without_generation_prompt_tells_the_template():
-    assert render_chat("{{ add_generation_prompt }}", MESSAGES, add_generation_prompt=False) == "False"
-
-
-@pytest.mark.parametrize(
-    ("template", "match"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{{ messages.clear() }}", "SecurityError"),
-        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
-    ],
-)
-def test_render_chat_with_bad_template_raises_value_error(template, match):
-    with pytest.raises(ValueError, match=match):
-        render_chat(template, list(MESSAGES))
-
-
-@pytest.mark.parametrize("messages", [["hello"], [{"role": "user"}]])
-def test_render_chat_with_malformed_message_names_it(messages):
-    with pytest.raises(ValueError, match=r"messages\[0\] must have 'role' and 'content'"):
-        render_chat("", messages)
 
 
 PROMPTS = ["france", "story", "code", "chat_gravity", "chat_long"]
@@ -61,4 +26,4 @@ def test_smollm2_tokenizer_on_generated_ids_gives_recorded_text(smollm2, smollm2
 
 @pytest.mark.smollm2
 def test_smollm2_chat_template_gives_recorded_prompt(smollm2, smollm2_reference):
-    assert render_chat(smollm2.chat_template, MESSAGES) == smollm2_reference["chat_gravity"]["prompt"]
+    assert ChatTemplate(source=smollm2.chat_template).render(MESSAGES) == smollm2_reference["chat_gravity"]["prompt"]
