@@ -143,7 +143,7 @@ def simulate(
         seed: of the prompts' tokens.
     """
     llm.reset_prefix_cache()
-    llm.core = core = EngineCore(llm.core.runner, llm.cache_config, scheduler, llm.max_num_batched_tokens)
+    llm.core = core = EngineCore(llm.core.runner, llm.cache_config, scheduler, llm.max_num_batched_tokens, "raw")
     clock, rng = Clock(core, costs), np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB, n).tolist() for n in lengths[:, 0]]
     first, last, next_request = np.full(len(arrivals), np.nan), np.zeros(len(arrivals)), 0

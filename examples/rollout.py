@@ -66,9 +66,8 @@ def roll_out(llm: LLM, prompts: list[list[int]], num_samples: int) -> Rollout:
     for row, (prompt, sample) in enumerate(samples):
         start, end = len(prompt), len(prompt) + len(sample.token_ids)
         token_ids[row, :end] = [*prompt, *sample.token_ids]
-        logprobs[row, start:end] = [
-            entry[t].logprob for entry, t in zip(sample.logprobs, sample.token_ids, strict=True)
-        ]
+        entries = zip(sample.token_ids, sample.logprobs or (), strict=True)
+        logprobs[row, start:end] = [entry[token].logprob for token, entry in entries]
     prompt_lens = np.array([len(prompt) for prompt, _ in samples], np.int32)
     seq_lens = np.array([len(prompt) + len(sample.token_ids) for prompt, sample in samples], np.int32)
     return Rollout(token_ids=token_ids, prompt_lens=prompt_lens, seq_lens=seq_lens, logprobs=logprobs)

@@ -42,7 +42,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 #: The files that take longest go first, so that parallel workers end together.
-LONG = ("test_smollm2", "test_block_manager_properties", "test_kernels", "test_engine", "test_decode", "test_package")
+LONG = (
+    "test_smollm2",
+    "test_block_manager_properties",
+    "test_kernels",
+    "test_engine",
+    "test_preemption",
+    "test_options",
+    "test_decode",
+    "test_package",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
