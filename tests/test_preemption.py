@@ -115,6 +115,36 @@ def test_b30_samples_come_back_into_exactly_the_blocks_that_they_shared():
     llm.abort_all()
 
 
+def test_r61_swapped_blocks_come_back_bit_for_bit_into_other_blocks():
+    """More blocks than one transfer moves, shared and partial ones, in rows that change their places."""
+    llm = tiny_llm(80, max_num_batched_tokens=32)
+    runner = llm._runner
+    for row, length in ((0, 32), (1, 32), (4, 31)):  # three chunks of each
+        for part in range(3):
+            runner.prefill(
+                [RowChunk(row, prompt(length, 1 + row + part), children=[row + 5] if part == 2 and row < 2 else [])]
+            )
+
+    def content(rows):
+        state = runner._state
+        table, lens = np.asarray(state.table.block_ids)[0], np.asarray(state.table.seq_lens)
+        slots = [table[row, np.arange(lens[row]) // 4] * 4 + np.arange(lens[row]) % 4 for row in rows]
+        return [np.asarray(a).reshape(-1, 2, 8)[s] for a in (*state.cache.k, *state.cache.v) for s in slots]
+
+    rows = [0, 1, 4, 5, 6]
+    before, ids = content(rows), np.asarray(runner._state.table.block_ids)[0, 0]
+    saved = runner.swap_out(rows)
+    assert saved.num_blocks == 24 + 24 + 24
+    runner.prefill([RowChunk(7, prompt(30, 9))])  # takes the blocks that were free first
+    returning = [ReturningRow(row, 0, False) for row in (6, 5, 4, 1, 0)]
+    assert runner.swap_in(saved, returning, 0)
+    audit(runner._state)
+    assert not np.array_equal(np.asarray(runner._state.table.block_ids)[0, 6], ids)
+    for old, new in zip(before, content([r.row for r in returning]), strict=True):
+        np.testing.assert_array_equal(old, new)
+    llm.abort_all()
+
+
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_b20_restore_that_lacks_one_block_of_a_group_changes_nothing(group):
     """Three groups; the rows need 3 * 2 blocks and one more of one group, of 6 in the pool."""
