@@ -406,7 +406,7 @@ class LLM:
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if any(r.request.request_id == request_id for r in self.core.unfinished):
+        if request_id in self.core.requests:
             raise ValueError(f"request_id {request_id!r} is already in use by an unfinished request")
         check_stop_strings(params, self.tokenizer)
         check_vocabulary(params, self._runner.vocab_size)
@@ -433,7 +433,7 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step() has something to do."""
-        return bool(self.core.unfinished)
+        return bool(self.core.requests)
 
     def step(self) -> list[RequestOutput]:
         """Runs one dispatch: a ragged step that brings prompts forward, with the next token of the rows that generate,
@@ -450,15 +450,16 @@ class LLM:
         Returns:
             Whether there was one with this id: it may have finished before.
         """
-        found = [r for r in self.core.unfinished if r.request.request_id == request_id]
-        for state in found:
-            self._processor.on_abort(state)
-            self.core.abort(state)
-        return bool(found)
+        state = self.core.requests.get(request_id)
+        if state is None:
+            return False
+        self._processor.on_abort(state)
+        self.core.abort(state)
+        return True
 
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back."""
-        for state in self.core.unfinished:
+        for state in self.core.requests.values():
             self._processor.on_abort(state)
         self.core.abort_all()
 

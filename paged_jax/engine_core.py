@@ -4,6 +4,7 @@ Policy comes from scheduler.py, mechanism from the runner; what is left here is 
 the result, and when the pool has run out preempt a victim.
 """
 
+import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from paged_jax.scheduler import (
     choose_victim,
     num_blocks_to_admit,
     plan_chunks,
-    queued,
+    start_order,
 )
 from paged_jax.state import FinishReason, StepOutput
 
@@ -58,7 +59,10 @@ class EngineCore:
         logprobs_mode: of the log-probabilities that are noted.
 
     Attributes:
-        waiting, running: the unfinished requests.
+        requests: the unfinished ones, by request_id.
+        waiting: those that wait, in the order in which they start.
+        running: those that have rows.
+        swapped: those that wait with blocks on the host.
         peak_blocks: the most blocks that were ever in use at once.
         num_preemptions: requests that had to make room so far, by "recompute" and "swap".
         num_swapped_blocks: blocks copied to the host ("out") and back ("in") so far.
@@ -74,7 +78,9 @@ class EngineCore:
         logprobs_mode: LogprobsMode,
     ) -> None:
         self.runner = runner
+        self.requests: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []
+        self.swapped: set[RequestState] = set()
         self.running: list[RequestState] = []
         self.peak_blocks = 0
         self.num_preemptions = {"recompute": 0, "swap": 0}
@@ -88,24 +94,21 @@ class EngineCore:
         self._flops_per_token = 2 * sum(np.size(x) for x in jax.tree.leaves(runner.params))
 
     @property
-    def unfinished(self) -> list[RequestState]:
-        """All requests."""
-        return [*self.waiting, *self.running]
-
-    @property
     def num_host_blocks_used(self) -> int:
-        """Blocks that requests which wait to be swapped in keep on the host."""
-        return sum(state.saved.num_blocks for state in self.waiting if state.saved is not None)
+        """Blocks that swapped requests keep on the host."""
+        return sum(state.saved.num_blocks for state in self.swapped)
 
     def add(self, request: Request) -> RequestState:
-        """Queues a request that fits the idle pool."""
+        """Queues a request that fits the idle pool, with an id that no unfinished one has."""
         samples = [Sample() for _ in range(request.params.n)]
-        self.waiting.append(RequestState(request=request, samples=samples, clock=self._clock))
-        return self.waiting[-1]
+        state = RequestState(request=request, samples=samples, clock=self._clock)
+        self.requests[request.request_id] = state
+        self._enqueue(state)
+        return state
 
     def abort(self, state: RequestState) -> None:
         """Drops an unfinished request and gives its blocks back."""
-        (self.waiting if state in self.waiting else self.running).remove(state)
+        self._forget(state)
         self.release(state.live_samples)
 
     def end_sample(self, state: RequestState, sample: Sample, finish: FinishReason, num_tokens: int) -> None:
@@ -125,14 +128,15 @@ class EngineCore:
         if not was_live:
             return
         if not state.live_samples:
-            (self.waiting if state in self.waiting else self.running).remove(state)
-        elif state.saved is not None:  # it has the rows of all that went on
+            self._forget(state)
+        elif state in self.swapped:  # what was saved is the rows of all that went on
+            self.swapped.remove(state)
             state.forget_saved()
 
     def abort_all(self) -> None:
         """Drops all unfinished requests and gives their blocks back, whatever was interrupted."""
-        self.waiting.clear()
-        self.running.clear()
+        for requests in (self.requests, self.waiting, self.running, self.swapped):
+            requests.clear()
         self.runner.reset()
 
     def preempt_all(self) -> None:
@@ -143,6 +147,7 @@ class EngineCore:
     def change_namespaces(self, namespaces: Namespaces) -> None:
         """Nothing that was computed so far is used again: requests keep only their tokens."""
         self.preempt_all()
+        self.swapped.clear()
         for state in self.waiting:
             state.forget_saved()
             state.request = replace(state.request, namespace=namespaces.number_of(state.request.cache_salt))
@@ -155,7 +160,7 @@ class EngineCore:
             return []
         lacks_logprobs = any(state.lacks_prompt_logprobs for state in self.running)
         limit = self.runner.max_prompt_logprobs_tokens if lacks_logprobs else self._max_num_batched_tokens
-        in_order = queued(self.running, self._scheduler.policy, self._clock)
+        in_order = sorted(self.running, key=self._place)
         chunks = sorted(plan_chunks(in_order, limit), key=lambda c: cast(int, c.sample.row))
         num_active = sum(s.is_active for r in self.running for s in r.live_samples)
         if chunks:
@@ -181,13 +186,14 @@ class EngineCore:
         budget = self._max_num_batched_tokens - sum(
             s.is_active or state.num_left(s) for state in self.running for s in state.live_samples
         )
-        for state in queued(self.waiting, self._scheduler.policy, self._clock):
+        while self.waiting:
+            state = self.waiting[0]
             used = {s.row for r in self.running for s in r.live_samples}
             free_rows = [row for row in range(self._config.max_num_seqs) if row not in used]
             samples = state.live_samples
             if len(free_rows) < len(samples) or budget < 1 or not self._start(state, free_rows[: len(samples)]):
                 break
-            self.waiting.remove(state)
+            self.waiting.pop(0)
             self.running.append(state)
             budget -= sum(s.is_active or state.num_left(s) for s in samples)
 
@@ -208,6 +214,7 @@ class EngineCore:
             if not self.runner.swap_in(state.saved, returning, need - own):
                 return False
             self.num_swapped_blocks["in"] += state.saved.num_blocks
+            self.swapped.remove(state)
             state.saved = None
         elif self.runner.has_prefix_cache and not (
             request.params.skip_reading_prefix_cache or state.lacks_prompt_logprobs
@@ -265,7 +272,9 @@ class EngineCore:
                 state.has_progressed |= bool(new)
             if any(output.num_tokens[s.row] or s.finish != FinishReason.NONE for s in samples):
                 changed.append(state)
-        self.running = [state for state in self.running if state.live_samples]
+        for state in changed:
+            if not state.live_samples:
+                self._forget(state)
         return changed
 
     def _note_prompt_logprobs(self, output: StepOutput, chunks: Sequence[Chunk]) -> None:
@@ -293,8 +302,23 @@ class EngineCore:
         self.num_swapped_blocks["out"] += 0 if saved is None else saved.num_blocks
         self.release(state.live_samples)
         state.leave(saved)
+        if saved is not None:
+            self.swapped.add(state)
         self.running.remove(state)
-        self.waiting.append(state)
+        self._enqueue(state)
+
+    def _place(self, state: RequestState) -> tuple[float, ...]:
+        return start_order(state, self._scheduler.policy)
+
+    def _enqueue(self, state: RequestState) -> None:
+        """Puts a request in its place among those that wait."""
+        bisect.insort(self.waiting, state, key=self._place)
+
+    def _forget(self, state: RequestState) -> None:
+        """A request has ended."""
+        del self.requests[state.request.request_id]
+        self.swapped.discard(state)
+        (self.running if state in self.running else self.waiting).remove(state)
 
     def _swaps(self, state: RequestState, rows: Sequence[int], mode: str) -> bool:
         """Whether the blocks in the request's rows shall go to the host."""

@@ -237,6 +237,10 @@ def _publish_items(cache: PrefixCache, pool: BlockPool, items: _Items, roots: Ar
     slot = _free_entries(cache, pool, digest, is_sound)
     record = jnp.concatenate([slot[:, None], to_int32(digest), parent[:, None]], axis=1)
     target = jnp.where(is_sound, items.block, pool.num_blocks)
+    # All reads come before the writes, or XLA copies the arrays.
+    reads, arrays = (slot, record, target, uid), (cache.records, cache.entries, pool.content_uid)
+    (slot, record, target, uid), (records, entries, uids) = jax.lax.optimization_barrier((reads, arrays))
+    cache, pool = replace(cache, records=records, entries=entries), replace(pool, content_uid=uids)
     return (
         replace(
             cache,

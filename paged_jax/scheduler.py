@@ -8,7 +8,7 @@ requests still have to store, and a watermark on top for the growth of those tha
 nevertheless, a victim is preempted; it waits in the queue like the others and comes back with the tokens that it had.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,17 +210,19 @@ class RequestState:
         return len(self.request.prompt_token_ids) - samples[0].num_computed_tokens + generating
 
 
-def queued(requests: Iterable[RequestState], policy: str, clock: int) -> list[RequestState]:
-    """The requests in the order in which they start, or get tokens; `clock` counts the tokens computed so far.
+def start_order(request: RequestState, policy: str) -> tuple[float, ...]:
+    """The request's place among those that wait: the lowest starts first, and gets tokens first. No two are equal.
 
     "fcfs": in order of arrival, so that a preempted request goes before all that came after it. "priority": by priority
-    first. "sjf": those with the least work left first, waiting counted by AGEING. No two requests compare equal.
+    first. "sjf": those with the least work left first. While a request waits it gets shorter by AGEING for each token
+    that the engine computes; as all of them do, only their arrivals differ.
     """
+    number = request.request.number
     if policy == "priority":
-        return sorted(requests, key=lambda r: (r.request.priority, r.request.number))
+        return request.request.priority, number
     if policy == "sjf":
-        return sorted(requests, key=lambda r: (r.num_tokens_expected - AGEING * (clock - r.clock), r.request.number))
-    return sorted(requests, key=lambda r: r.request.number)
+        return request.num_tokens_expected + AGEING * request.clock, number
+    return (number,)
 
 
 def num_blocks_to_admit(

@@ -200,11 +200,13 @@ class AuditedLLM(LLM):
 
     Attributes:
         num_steps: dispatches so far.
+        before_step: called before each dispatch.
         states: what `watch` returned after each step.
     """
 
     poison_value: float | None = None
     watch = None
+    before_step = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -215,6 +217,8 @@ class AuditedLLM(LLM):
 
         def step():
             self.num_steps += 1
+            if self.before_step is not None:
+                self.before_step()
             if self.poison_value is not None:
                 self._runner._state = poison(self._runner._state, self.poison_value)
             changed = real_step()
@@ -229,6 +233,25 @@ class AuditedLLM(LLM):
     def is_whole(self) -> bool:
         """Whether every block is free again."""
         return int(self._runner._state.pool.num_free) == self.cache_config.num_blocks - 1
+
+
+class Disturbance:
+    """Before every step, with a probability each: preempts a random request by a random kind, aborts one."""
+
+    def __init__(self, llm, seed, preempt=0.5, abort=0.0, modes=("recompute", "swap")):
+        self.llm, self.rng, self.aborted = llm, np.random.default_rng(seed), set()
+        self.preempt, self.abort, self.modes = preempt, abort, modes
+
+    def __call__(self):
+        core, rng = self.llm.core, self.rng
+        if core.running and rng.random() < self.preempt:
+            core.preempt(core.running[rng.integers(len(core.running))], self.modes[rng.integers(len(self.modes))])
+        if core.requests and rng.random() < self.abort:
+            name = list(core.requests)[rng.integers(len(core.requests))]
+            assert self.llm.abort(name)
+            assert not self.llm.abort(name)
+            self.aborted.add(name)
+        audit(self.llm._runner._state)
 
 
 def cache_config(num_usable_blocks: int, block_size: int = 4, **sizes) -> CacheConfig:

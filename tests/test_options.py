@@ -215,8 +215,8 @@ def test_b103_rules_move_with_their_request_and_not_with_the_row(llm):
     disturb, seen = preempting(llm, 5), {}
     while llm.has_unfinished_requests():
         disturb(0)
-        if rng.random() < 0.2 and llm.core.unfinished:
-            llm.abort(rng.choice(llm.core.unfinished).request.request_id)
+        if rng.random() < 0.2 and llm.core.requests:
+            llm.abort(rng.choice(list(llm.core.requests)))
         for output in llm.step():
             seen[output.prompt_token_ids[0] - 1] = output
     assert llm.is_whole

@@ -16,7 +16,7 @@ from paged_jax.scheduler import (
     choose_victim,
     num_blocks_to_admit,
     plan_chunks,
-    queued,
+    start_order,
 )
 from paged_jax.state import FinishReason
 
@@ -51,23 +51,27 @@ def state(number=0, length=5, max_tokens=8, generated=0, n=1, *, active=False, p
     return RequestState(request=request, samples=samples, is_forked=active, clock=clock, has_progressed=active)
 
 
+def queued(states, policy):
+    return sorted(states, key=lambda s: start_order(s, policy))
+
+
 def numbers(states):
     return [s.request.number for s in states]
 
 
 def test_fcfs_is_the_order_of_arrival_whoever_was_preempted():
     waiting = [state(3), state(1), state(2)]
-    assert numbers(queued(waiting, "fcfs", 0)) == [1, 2, 3]
+    assert numbers(queued(waiting, "fcfs")) == [1, 2, 3]
 
 
 def test_b33_equal_priorities_go_by_arrival_and_lower_values_first():
     waiting = [state(n, n=3, priority=n % 2) for n in np.random.default_rng(0).permutation(64).tolist()]
-    assert numbers(queued(waiting, "priority", 0)) == [*range(0, 64, 2), *range(1, 64, 2)]
+    assert numbers(queued(waiting, "priority")) == [*range(0, 64, 2), *range(1, 64, 2)]
 
 
 def test_sjf_takes_the_least_expected_work_and_counts_what_is_left():
     fresh, nearly_done, short = state(0, 5, 100), state(1, 5, 100, generated=95, active=True), state(2, 5, 8)
-    assert numbers(queued([fresh, short, nearly_done], "sjf", 0)) == [1, 2, 0]
+    assert numbers(queued([fresh, short, nearly_done], "sjf")) == [1, 2, 0]
 
 
 def test_sjf_no_stream_of_short_requests_starves_a_long_one():
@@ -75,7 +79,7 @@ def test_sjf_no_stream_of_short_requests_starves_a_long_one():
     long = state(0, 500, 500)
     clock, served = 0, 0
     for number in itertools.count(1):
-        first = queued([long, state(number, 4, 4, clock=clock)], "sjf", clock)[0]
+        first = queued([long, state(number, 4, 4, clock=clock)], "sjf")[0]
         if first is long:
             break
         clock, served = clock + 8, served + 1

@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import AuditedLLM
+from doubles import AuditedLLM, Disturbance
 
 from models.load import load_model
-from paged_jax import BeamSearchParams, CacheConfig, SamplingParams, append_tokens, build_ragged_batch, init_state
+from paged_jax import (
+    BeamSearchParams,
+    CacheConfig,
+    SamplingParams,
+    SchedulerConfig,
+    append_tokens,
+    build_ragged_batch,
+    init_state,
+)
 from paged_jax.config import cdiv
 
 pytestmark = [
@@ -88,9 +96,38 @@ def test_greedy_ids_of_all_prompts_together_equal_the_reference(small_chunks):
     check_all_prompts_together(small_chunks)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SchedulerConfig(policy="fcfs", preemption_mode="recompute", watermark=0.0),
+        SchedulerConfig(policy="sjf", preemption_mode="swap", num_host_blocks=60),
+        SchedulerConfig(policy="priority", preemption_mode="auto", watermark=1.0),
+    ],
+    ids=lambda settings: settings.policy,
+)
+def test_greedy_ids_of_preempted_prompts_equal_the_reference_whatever_the_scheduler(small_chunks, settings):
+    llm = small_chunks
+    llm.reset_prefix_cache()
+    usual, llm.core._scheduler = llm.core._scheduler, settings
+    before = sum(llm.core.num_preemptions.values())
+    llm.before_step = Disturbance(llm, seed=1, preempt=0.15, modes=(settings.preemption_mode,))
+    try:
+        outputs = llm.generate([p["prompt"] for p in REFERENCE], GREEDY, use_tqdm=False, priority=[2, 1, 0, -1, -2])
+    finally:
+        llm.core._scheduler, llm.before_step = usual, None
+    assert_equals_reference(outputs, REFERENCE)
+    assert sum(llm.core.num_preemptions.values()) >= before + 2
+    assert llm.is_whole
+
+
 @pytest.mark.soak
 def test_greedy_ids_with_large_blocks_and_one_step_per_dispatch_equal_the_reference(model):
     check_all_prompts_together(engine(model, 64, 512, 1))
+
+
+def num_shared_tokens(a, b):
+    """Tokens with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_greedy_ids_of_each_prompt_alone_and_cached_equal_the_reference(small_chunks):
@@ -99,7 +136,9 @@ def test_greedy_ids_of_each_prompt_alone_and_cached_equal_the_reference(small_ch
         for p in REFERENCE:
             outputs = small_chunks.generate({"prompt_token_ids": p["prompt_ids"]}, GREEDY, use_tqdm=False)
             assert_equals_reference(outputs, [p])
-            assert outputs[0].num_cached_tokens == is_cached * ((p["n_prompt"] - 1) // 4 * 4)
+            known = REFERENCE if is_cached else REFERENCE[: REFERENCE.index(p)]
+            shared = max((num_shared_tokens(p["prompt_ids"], other["prompt_ids"]) for other in known), default=0)
+            assert outputs[0].num_cached_tokens == min(shared, p["n_prompt"] - 1) // 4 * 4
 
 
 @pytest.mark.parametrize("width", [2, 4])

@@ -80,7 +80,7 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         dtype="bfloat16",
         max_num_seqs=NUM_ROWS,
     )
-    state = _on(sharding, jax.eval_shape(lambda: init_state(cache)))
+    state = _on(sharding, jax.eval_shape(lambda: init_state(cache, vocab_size=model.vocab_size)))
     bf16 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), abstract_params(model))
     params, forward = _on(sharding, bf16), LlamaForward(model)
     if case.program == "decode_many":
