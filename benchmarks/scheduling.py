@@ -284,13 +284,13 @@ def plot(report: dict, path: pathlib.Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=int, default=500)
+    parser.add_argument("--num-requests", type=int, default=300)
     parser.add_argument("--num-rows", type=int, default=32, help="requests in flight at once")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    parser.add_argument("--loads", nargs="*", type=float, default=[0.6, 0.8, 0.9, 1.0, 1.2])
-    parser.add_argument("--watermarks", nargs="*", type=float, default=[0.0, 0.01, 0.05, 0.1, 0.2])
-    parser.add_argument("--pool-shares", nargs="*", type=float, default=[0.2, 1 / 3, 0.5, 0.75, 1.0])
+    parser.add_argument("--loads", nargs="*", type=float, default=[0.7, 0.9, 1.1, 1.5])
+    parser.add_argument("--watermarks", nargs="*", type=float, default=[0.0, 0.05, 0.1, 0.2])
+    parser.add_argument("--pool-shares", nargs="*", type=float, default=[0.2, 1 / 3, 2 / 3, 1.0])
     parser.add_argument("--seed", type=int, default=0)
     results = _common.ROOT / "benchmarks/results"
     parser.add_argument("--output", type=pathlib.Path, default=results / "scheduling.json")
