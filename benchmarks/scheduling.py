@@ -26,7 +26,7 @@ import numpy as np
 from memory import TRAFFIC
 
 from paged_jax import LLM, CacheConfig, KVCache, SamplingParams, StepBatch
-from paged_jax.config import SchedulerConfig, cdiv
+from paged_jax.config import cdiv
 from paged_jax.engine_core import EngineCore
 
 SHAREGPT = next(traffic for traffic in TRAFFIC if traffic.name == "sharegpt_lengths")
@@ -52,7 +52,7 @@ class Costs:
 
 
 class Clock:
-    """The time by the cost model: every dispatch of the core's runner moves it on, until it is stopped.
+    """The time by the cost model: every dispatch of the core's runner moves it on.
 
     Attributes:
         now: seconds.
@@ -110,10 +110,13 @@ def forward(params: dict, batch: StepBatch, cache: KVCache) -> tuple[jax.Array, 
 
 
 @functools.cache
-def engine(
-    num_usable_blocks: int, num_rows: int, max_model_len: int, max_num_batched_tokens: int, has_prefix_cache: bool
-) -> LLM:
-    """An engine around the stub. Compiled once: policies change by another EngineCore."""
+def programs(*shapes) -> dict:
+    """What engines of equal shapes have compiled: policies are not in it."""
+    return {}
+
+
+def engine(num_usable_blocks: int, num_rows: int, max_model_len: int, **options) -> LLM:
+    """An engine around the stub, with options of LLM."""
     config = CacheConfig(
         num_blocks=num_usable_blocks + 1,
         block_size=BLOCK_SIZE,
@@ -123,28 +126,24 @@ def engine(
         max_num_seqs=num_rows,
         max_blocks_per_seq=cdiv(max_model_len, BLOCK_SIZE),
     )
-    options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": has_prefix_cache}
     llm = LLM(forward, {}, config, decode_steps=1, **options)
     runner = llm.core.runner
     # Padding takes no virtual time: one program a kind will do.
     runner.token_buckets, runner.row_buckets = runner.token_buckets[-1:], runner.row_buckets[-1:]
+    runner._programs = programs(config, llm.max_num_batched_tokens, runner.has_prefix_cache)
     return llm
 
 
-def simulate(
-    llm: LLM, scheduler: SchedulerConfig, costs: Costs, lengths: np.ndarray, arrivals: np.ndarray, seed: int
-) -> dict[str, object]:
+def simulate(llm: LLM, costs: Costs, lengths: np.ndarray, arrivals: np.ndarray, seed: int) -> dict[str, object]:
     """Serves requests that arrive at the given times and returns what they and the engine experienced.
 
     Args:
-        llm: idle; its cached blocks are forgotten.
+        llm: new.
         lengths: [n, 2] tokens of prompts and outputs.
         arrivals: [n] seconds, in order.
         seed: of the prompts' tokens.
     """
-    llm.reset_prefix_cache()
-    llm.core = core = EngineCore(llm.core.runner, llm.cache_config, scheduler, llm.max_num_batched_tokens, "raw")
-    clock, rng = Clock(core, costs), np.random.default_rng(seed)
+    core, clock, rng = llm.core, Clock(llm.core, costs), np.random.default_rng(seed)
     prompts = [rng.integers(2, VOCAB, n).tolist() for n in lengths[:, 0]]
     first, last, next_request = np.full(len(arrivals), np.nan), np.zeros(len(arrivals)), 0
     while next_request < len(arrivals) or llm.has_unfinished_requests():
@@ -161,7 +160,6 @@ def simulate(
                 if len(output.outputs[0].token_ids) != lengths[i, 1]:
                     raise RuntimeError(f"request {i} ended with {output.outputs[0]} instead of {lengths[i, 1]} tokens")
                 last[i] = clock.now
-    core.runner = clock.runner
     if llm.num_free_blocks != llm.cache_config.num_blocks - 1:
         raise RuntimeError("blocks were lost")
     latency = last - arrivals
@@ -198,20 +196,18 @@ class Experiments:
         # Blocks that num_rows requests of the mean length hold at their end.
         self.load = arguments.num_rows * cdiv(int(self.lengths.sum(axis=1).mean()), BLOCK_SIZE)
 
-    def run(
-        self, pool_share: float, rate: float | None, *, has_prefix_cache: bool = True, **options
-    ) -> dict[str, object]:
-        """One simulation. rate: requests per second, None = all at once; options: of SchedulerConfig."""
+    def run(self, pool_share: float, rate: float | None, **options) -> dict[str, object]:
+        """One simulation. rate: requests per second, None = all at once; options: of LLM."""
         a = self.arguments
         largest = cdiv(int(self.lengths.sum(axis=1).max()), BLOCK_SIZE)
         num_blocks = max(largest, round(self.load * pool_share))
         gaps = np.random.default_rng((a.seed, 1)).exponential(1.0, a.num_requests)
         arrivals = np.zeros(a.num_requests) if rate is None else np.cumsum(gaps) / rate
-        llm = engine(num_blocks, a.num_rows, a.max_model_len, a.max_num_batched_tokens, has_prefix_cache)
-        scheduler = SchedulerConfig(**options)
-        figures = simulate(llm, scheduler, self.costs, self.lengths, arrivals, a.seed)
+        options |= {"max_num_batched_tokens": a.max_num_batched_tokens}
+        llm = engine(num_blocks, a.num_rows, a.max_model_len, **options)
+        figures = simulate(llm, self.costs, self.lengths, arrivals, a.seed)
         settings = {"num_blocks": num_blocks, "pool_share": pool_share, "rate": rate}
-        settings |= {"has_prefix_cache": has_prefix_cache, **dataclasses.asdict(scheduler)}
+        settings |= {"has_prefix_cache": llm.core.runner.has_prefix_cache, **dataclasses.asdict(llm.scheduler_config)}
         line = f"{figures['latency']['mean']:8.2f} s mean, {figures['latency']['p99']:8.2f} s p99 latency"
         print(f"{line}, {figures['preemptions']:5} preemptions  {settings}", flush=True)
         return settings | figures
@@ -225,7 +221,7 @@ class Experiments:
         """fcfs and sjf over rates; the pool is large enough for every row."""
         capacity = self.capacity(2.0)
         return [
-            {"load": load} | self.run(2.0, load * capacity, policy=policy)
+            {"load": load} | self.run(2.0, load * capacity, scheduling_policy=policy)
             for load in self.arguments.loads
             for policy in ("fcfs", "sjf")
         ]
@@ -239,7 +235,7 @@ class Experiments:
     def preemption(self) -> list[dict]:
         """Recomputation and swapping over pool sizes."""
         ways = (
-            {"preemption_mode": "recompute", "has_prefix_cache": False},
+            {"preemption_mode": "recompute", "enable_prefix_caching": False},
             {"preemption_mode": "recompute"},
             {"preemption_mode": "swap"},
         )
@@ -288,13 +284,13 @@ def plot(report: dict, path: pathlib.Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=int, default=500)
+    parser.add_argument("--num-requests", type=int, default=300)
     parser.add_argument("--num-rows", type=int, default=32, help="requests in flight at once")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    parser.add_argument("--loads", nargs="*", type=float, default=[0.6, 0.8, 0.9, 1.0, 1.2])
-    parser.add_argument("--watermarks", nargs="*", type=float, default=[0.0, 0.01, 0.05, 0.1, 0.2])
-    parser.add_argument("--pool-shares", nargs="*", type=float, default=[0.2, 1 / 3, 0.5, 0.75, 1.0])
+    parser.add_argument("--loads", nargs="*", type=float, default=[0.7, 0.9, 1.1, 1.5])
+    parser.add_argument("--watermarks", nargs="*", type=float, default=[0.0, 0.05, 0.1, 0.2])
+    parser.add_argument("--pool-shares", nargs="*", type=float, default=[0.2, 1 / 3, 2 / 3, 1.0])
     parser.add_argument("--seed", type=int, default=0)
     results = _common.ROOT / "benchmarks/results"
     parser.add_argument("--output", type=pathlib.Path, default=results / "scheduling.json")

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paged_jax.config import SchedulerConfig
-
 SCARCE = 4  # blocks of 16 tokens: two requests of 17 - 48 tokens cannot both grow
 
 
@@ -19,9 +17,8 @@ def scheduling():
 
 
 def run(scheduling, lengths, arrivals, costs, **options):
-    llm = scheduling.engine(SCARCE, 2, 64, 32, True)
-    scheduler = SchedulerConfig(**options)
-    return scheduling.simulate(llm, scheduler, scheduling.Costs(**costs), np.array(lengths), np.array(arrivals), 0)
+    llm = scheduling.engine(SCARCE, 2, 64, max_num_batched_tokens=32, **options)
+    return scheduling.simulate(llm, scheduling.Costs(**costs), np.array(lengths), np.array(arrivals), 0)
 
 
 def test_latency_is_the_sum_of_the_costs_of_the_steps(scheduling):
