@@ -19,8 +19,8 @@ from paged_jax.state import FinishReason
 
 #: Policy "sjf": tokens that the engine computes while a request waits make it this much shorter in the queue, so that
 #: no stream of short requests holds a long one back for ever: a request of n tokens goes before any new one at the
-#: latest when the engine has computed 16 n tokens.
-AGEING = 1 / 16
+#: latest when the engine has computed 256 n tokens.
+AGEING = 1 / 256
 #: Preemption "auto": floating-point operations that take as long as moving one byte between device and host. Rounded
 #: to powers of ten from data sheets: 1e15 FLOP/s and 5e10 byte/s of PCIe 5, 1e11 FLOP/s and 1e10 byte/s of one core.
 FLOPS_PER_BYTE_MOVED = {"cpu": 10, "gpu": 20_000}

@@ -75,7 +75,7 @@ def test_sjf_takes_the_least_expected_work_and_counts_what_is_left():
 
 
 def test_sjf_no_stream_of_short_requests_starves_a_long_one():
-    """Short requests of 8 tokens arrive for ever, one at a time; the long one starts after 16 times its length."""
+    """Short requests of 8 tokens arrive for ever, one at a time; the long one starts after 256 times its length."""
     long = state(0, 500, 500)
     clock, served = 0, 0
     for number in itertools.count(1):
@@ -83,7 +83,7 @@ def test_sjf_no_stream_of_short_requests_starves_a_long_one():
         if first is long:
             break
         clock, served = clock + 8, served + 1
-    assert 15 * 1000 / 8 < served < 17 * 1000 / 8
+    assert 240 * 1000 / 8 < served < 257 * 1000 / 8
 
 
 @pytest.mark.parametrize(("watermark", "num_free"), [(0, 2), (1, 3), (3, 5)])
