@@ -476,10 +476,10 @@ class LLM:
         the rest of their lives under the new weights.
 
         Args:
-            params: a pytree with the structure, shapes, dtypes and shardings of the present one.
+            params: a pytree with the structure, shapes and dtypes of the present one, on the same devices.
 
         Raises:
-            ValueError: it has others.
+            ValueError: its structure, shapes or dtypes are others; then nothing has changed.
         """
         self._runner.update_params(params)
         self._namespaces.forget()
@@ -535,8 +535,9 @@ class LLM:
         """Queues all prompts under consecutive numbers: (their ids, the results of those that cannot be served)."""
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(priority)} priorities for {len(prompts)} prompts; give one per prompt")
+        priority = [0] * len(prompts) if priority is None else priority
         ids, failed = [], []
-        for prompt, param, level in zip(prompts, params, priority or [0] * len(prompts), strict=True):
+        for prompt, param, level in zip(prompts, params, priority, strict=True):
             ids.append(str(self._num_requests))
             try:
                 if isinstance(prompt, ValueError):

@@ -251,9 +251,9 @@ class EngineCore:
             self._note_prompt_logprobs(output, chunks)
             for chunk in chunks:
                 chunk.note_computed()
+            self._clock += sum(c.count for c in chunks) if chunks else int(np.sum(output.num_tokens))
         wants_logprobs = any(state.request.params.logprobs is not None for state in self.running)
         logprobs = jax.device_get(output.logprobs) if wants_logprobs else None
-        self._clock += sum(c.count for c in chunks) if chunks else int(np.sum(output.num_tokens))
         changed = []
         for state in self.running:
             samples = state.live_samples

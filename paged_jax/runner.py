@@ -392,29 +392,22 @@ class ModelRunner:
 
     def warmup(self) -> list[str]:
         """Compiles every program that steps can need and returns a line for each."""
-        for size in self.token_buckets:
-            self._program("prefill", size)
-        for size in self.row_buckets:
-            self._program("decode", size)
-        for kind in ("read_blocks", "write_blocks"):
-            self._program(kind, self._block_transfer)
-        for kind in ("restore_rows", "release_rows"):
-            self._program(kind, len(self._state.is_active))
-        self._program("set_rules", 1)
-        self._program("prefill_logprobs", self.max_prompt_logprobs_tokens)
-        lines = []
-        if self.has_prefix_cache:
-            self._program("acquire", self._max_prompt_tokens)
-            lines.append(f"acquire_prefix: prompts of up to {self._max_prompt_tokens} tokens")
-        return (
-            lines
-            + [f"prefill_step: {size} tokens" for size in self.token_buckets]
-            + [f"decode_many: {size} rows x {self._decode_steps} steps" for size in self.row_buckets]
-            + [f"{kind}: {self._block_transfer} blocks" for kind in ("read_blocks", "write_blocks")]
-            + [f"{kind}: {len(self._state.is_active)} rows" for kind in ("restore_rows", "release_rows")]
-            + ["set_rules"]
-            + [f"prefill_step with prompt_logprobs: {self.max_prompt_logprobs_tokens} tokens"]
-        )
+        num_rows, prompt, chunk = len(self._state.is_active), self._max_prompt_tokens, self.max_prompt_logprobs_tokens
+        programs = [
+            *([("acquire", prompt, f"acquire_prefix: prompts of up to {prompt} tokens")] * self.has_prefix_cache),
+            *(("prefill", size, f"prefill_step: {size} tokens") for size in self.token_buckets),
+            ("prefill_logprobs", chunk, f"prefill_step with prompt_logprobs: {chunk} tokens"),
+            *(("decode", size, f"decode_many: {size} rows x {self._decode_steps} steps") for size in self.row_buckets),
+            *((kind, num_rows, f"{kind}: {num_rows} rows") for kind in ("restore_rows", "release_rows")),
+            *(
+                (kind, self._block_transfer, f"{kind}: {self._block_transfer} blocks")
+                for kind in ("read_blocks", "write_blocks")
+            ),
+            ("set_rules", 1, "set_rules: 1 row"),
+        ]
+        for kind, size, _ in programs:
+            self._program(kind, size)
+        return [line for _, _, line in programs]
 
     def _run(self, program: Any, *plan: PrefillPlan, **options: Any) -> StepOutput:
         self._state, output = program(self.params, self._state, *plan, **options)

@@ -49,7 +49,8 @@ class AsyncStreams:
                 is_finished = output.finished
                 yield output
         finally:
-            del self._queues[request_id]
+            if self._queues.get(request_id) is queue:  # another stream may have the id of one that has ended
+                del self._queues[request_id]
             if not is_finished:
                 async with self._engine:
                     self._llm.abort(request_id)

@@ -285,6 +285,11 @@ def test_priority_that_is_no_integer_fails_alone(priority, message):
     assert tokens_of([fine]) == [oracle_tokens(prompt(3, 2), 8)]
 
 
+def test_priorities_may_be_an_array():
+    outputs = generate(oracle_llm(8), [prompt(3, 1), prompt(3, 2)], priority=np.array([1, -1]))
+    assert tokens_of(outputs) == [oracle_tokens(prompt(3, n), 8) for n in (1, 2)]
+
+
 def test_priorities_of_another_number_than_prompts_raise():
     with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
         generate(oracle_llm(8), [prompt(3), prompt(4)], priority=[1])
@@ -511,3 +516,22 @@ def test_async_streams_failure_of_a_step_reaches_everyone_and_the_engine_lives(m
         assert [type(e) for e in asyncio.run(both())] == [MemoryError] * 2
     assert llm.is_whole
     assert [tokens_of(o[-1:]) for o in asyncio.run(both())] == [[oracle_tokens(prompt(5), 4)]] * 2
+
+
+def test_async_stream_may_take_the_id_of_one_that_has_ended_but_was_not_read_yet():
+    llm = oracle_llm(8)
+
+    async def both():
+        streams = AsyncStreams(llm)
+        first = streams.stream("a", {"prompt_token_ids": prompt(5, 1)}, greedy(9))
+        outputs = [await anext(first)]
+        while llm.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+        second = streams.stream("a", {"prompt_token_ids": prompt(5, 2)}, greedy(9))
+        others = [await anext(second)]
+        outputs += [o async for o in first]  # ends while the other goes on
+        others += [o async for o in second]
+        return outputs, others
+
+    outputs, others = asyncio.run(asyncio.wait_for(both(), 60))
+    assert tokens_of([outputs[-1], others[-1]]) == [oracle_tokens(prompt(5, n), 9) for n in (1, 2)]
