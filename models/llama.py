@@ -84,6 +84,11 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Per layer the tokens that it sees, None = all."""
+        return (None,) * self.num_layers
+
     def __post_init__(self) -> None:
         sizes = [f.name for f in fields(self) if f.type is int]
         _check_positive(self, *sizes, "rms_norm_eps", "rope_theta")

@@ -58,7 +58,7 @@ class LLM:
         decode_steps: decode steps per dispatch while no prompt is stored. Results do not depend on it.
         scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks: as in SchedulerConfig.
         enable_prefix_caching: keep the K/V of full blocks after their requests have ended, until the room is needed,
-            and compute of a new prompt only what is not cached. Works with one cache group.
+            and compute of a new prompt only what is not cached.
         seed: in [0, 2**64), from which requests that bring none get theirs.
         logprobs_mode: log-probabilities of generated tokens are "raw", by the model's logits, or "processed", by what
             the token was drawn from: after the rules of the request, temperature and filters.
@@ -427,7 +427,7 @@ class LLM:
             reserve=0 if priority < 0 else int(self.scheduler_config.priority_reserve * capacity),
             bad_words=bad_word_sequences(params.bad_words, self.tokenizer),
         )
-        check_can_ever_fit(request, self.cache_config)
+        check_can_ever_fit(request, self.cache_config, self.max_num_batched_tokens)
         self._num_requests += 1
         self._processor.add(self.core.add(request), self.tokenizer)
 

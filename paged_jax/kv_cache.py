@@ -21,11 +21,13 @@ class LayerCache:
     Attributes:
         k, v: [num_blocks, block_size, num_kv_heads, head_dim]. A uint16 array holds the bits of bfloat16 values.
         group: static, the cache group whose block table and slots this layer uses.
+        sliding_window: static, tokens that the group keeps for a row at least; None: all.
     """
 
     k: Shaped[Array, "B block K H"]
     v: Shaped[Array, "B block K H"]
     group: int = field(metadata={"static": True})
+    sliding_window: int | None = field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -37,11 +39,13 @@ class KVCache:
         k, v: one array per layer of a group, each [num_blocks, block_size, num_kv_heads, head_dim]; array j belongs to
             the j-th layer of every group.
         layer_map: static, (group, array) of each layer.
+        sliding_windows: static, per group the window of its layers in tokens, None = full attention.
     """
 
     k: tuple[Shaped[Array, "B block K H"], ...]
     v: tuple[Shaped[Array, "B block K H"], ...]
     layer_map: tuple[tuple[int, int], ...] = field(metadata={"static": True})
+    sliding_windows: tuple[int | None, ...] = field(metadata={"static": True})
 
     @property
     def num_layers(self) -> int:
@@ -60,7 +64,8 @@ class KVCache:
                 f"layer {index} of a cache with {self.num_layers} layers; CacheConfig.num_layers must count the model's"
             )
         group, array = self.layer_map[index]
-        return LayerCache(k=self.k[array], v=self.v[array], group=group)
+        window = self.sliding_windows[group]
+        return LayerCache(k=self.k[array], v=self.v[array], group=group, sliding_window=window)
 
     def with_layer(self, index: int, layer: LayerCache) -> "KVCache":
         """This cache with layer `index` replaced by `layer`."""
@@ -88,7 +93,8 @@ def init_cache(config: CacheConfig) -> KVCache:
     shape = (config.num_blocks, config.block_size, config.num_kv_heads, config.head_dim)
     dtype = storage_dtype(config.dtype)
     arrays = [jnp.zeros(shape, dtype) for _ in range(2 * config.num_arrays)]
-    return KVCache(k=tuple(arrays[::2]), v=tuple(arrays[1::2]), layer_map=config.layer_map)
+    k, v = tuple(arrays[::2]), tuple(arrays[1::2])
+    return KVCache(k=k, v=v, layer_map=config.layer_map, sliding_windows=config.sliding_windows)
 
 
 def to_storage(values: Array, dtype: jnp.dtype) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from paged_jax.chat import ChatTemplate
-from paged_jax.config import CacheConfig, cdiv, check_positive
+from paged_jax.config import CacheConfig, cdiv, check_positive, group_layers
 
 #: K/V memory when num_blocks is not given: this many bytes on a CPU, this share of the free memory elsewhere.
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
@@ -35,8 +35,11 @@ def pretrained_arguments(
     check_positive("from_pretrained()", max_model_len=max_model_len)
     if max_model_len > limit:
         raise ValueError(f"max_model_len={max_model_len} exceeds the model's {limit} positions; lower it")
+    layer_groups, sliding_windows = group_layers(model.config.layer_windows)
     sizes = {
         "num_layers": model.config.num_layers,
+        "layer_groups": layer_groups,
+        "sliding_windows": sliding_windows,
         "num_kv_heads": model.config.num_kv_heads,
         "head_dim": model.config.head_dim,
         "max_blocks_per_seq": cdiv(max_model_len, block_size),
@@ -47,9 +50,11 @@ def pretrained_arguments(
     template = model.chat_template and ChatTemplate(
         source=model.chat_template, bos_token=model.bos_token or "", eos_token=model.eos_token or ""
     )
-    num_blocks = _default_num_blocks(CacheConfig(num_blocks=2, **sizes)) if num_blocks is None else num_blocks
     if max_num_batched_tokens is None:
         max_num_batched_tokens = 256 if on_cpu else 2048
+    check_positive("from_pretrained()", max_num_batched_tokens=max_num_batched_tokens)
+    if num_blocks is None:
+        num_blocks = _default_num_blocks(CacheConfig(num_blocks=2, **sizes), max_num_batched_tokens)
     return {
         "forward": model.forward,
         "params": model.params,
@@ -63,12 +68,12 @@ def pretrained_arguments(
     }
 
 
-def _default_num_blocks(sizes: CacheConfig) -> int:
+def _default_num_blocks(sizes: CacheConfig, max_num_batched_tokens: int) -> int:
     """Blocks for max_num_seqs sequences of full length, or as many as the default memory holds."""
     device = jax.devices()[0]
     budget = _DEFAULT_CPU_CACHE_BYTES
     if device.platform != "cpu":
         stats = device.memory_stats()
         budget = int(_DEFAULT_DEVICE_MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    wanted = sizes.max_num_seqs * sizes.num_blocks_for(sizes.max_model_len)
+    wanted = sizes.max_num_seqs * sizes.max_blocks_for(sizes.max_model_len, max_num_batched_tokens)
     return 1 + max(1, min(wanted, budget // sizes.bytes_per_block))
