@@ -50,7 +50,9 @@ def check_invariants(pool: BlockPool, table: BlockTable, cache: PrefixCache | No
         needed = np.maximum(lens - window + 1, 0)[:, None] // table.block_size if window else np.zeros_like(end)
         held = ids[group] != NULL_BLOCK
         first = np.where(held.any(axis=1), held.argmax(axis=1), end[:, 0])[:, None]
-        require((held == ((first <= column) & (column < end))).all(), 4, "a row's blocks have gaps or reach past its end")
+        require(
+            (held == ((first <= column) & (column < end))).all(), 4, "a row's blocks have gaps or reach past its end"
+        )
         require((first <= np.minimum(needed, end)).all(), 4, f"a row of group {group} lacks blocks that it needs")
     for row in range(len(lens)):
         mine = ids[:, row][ids[:, row] != NULL_BLOCK]

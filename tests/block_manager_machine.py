@@ -436,3 +436,10 @@ class OnlyWindowsCachingMachine(CachingMachine):
 
     windows = (4, 7)
     num_blocks = 25
+
+
+class TinyWindowsCachingMachine(CachingMachine):
+    """A block may leave its window before the next one is full: then that one's chain is unknown."""
+
+    windows = (3, 2)
+    num_blocks = 25

@@ -11,6 +11,7 @@ from block_manager_machine import (
     BlockManagerMachine,
     CachingMachine,
     OnlyWindowsCachingMachine,
+    TinyWindowsCachingMachine,
     TwoGroupsMachine,
     WindowsCachingMachine,
     WindowsMachine,
@@ -79,6 +80,7 @@ MACHINES = [
     CollidingMachine,
     WindowsCachingMachine,
     OnlyWindowsCachingMachine,
+    TinyWindowsCachingMachine,
     CollidingWindowsMachine,
 ]
 
@@ -411,12 +413,21 @@ PLANTED_WINDOW_CACHE_BUGS = [
         "length = jnp.max(jnp.where(is_hit & ends_well,",
         "length = jnp.max(jnp.where(is_hit,",
     ),
-    ("whole prefix needed in a window", "cache", "missing <= first_needed_blocks(", "missing <= 0 * first_needed_blocks("),
+    (
+        "whole prefix needed in a window",
+        "cache",
+        "missing <= first_needed_blocks(",
+        "missing <= 0 * first_needed_blocks(",
+    ),
     ("window gets blocks that it does not need", "cache", "& (number[None] > needed[:, None])", "& (number[None] > 0)"),
     ("chains followed in the smallest window", "cache", "return max(range(len(self", "return min(range(len(self"),
     ("blocks of another group are found", "cache", "== slot) & (cache.records[block, GROUP] ==", "== slot) & (0 <="),
-    ("other groups' entries overwritten", "cache", "(pool.content_uid[block] == 0)\n", "(pool.content_uid[block] >= 0)\n"),
-    ("unknown block taken for the root", "cache", "is_root=column == 0,", "is_root=parent_block == NULL_BLOCK,"),
+    (
+        "other groups' entries overwritten",
+        "cache",
+        "(pool.content_uid[block] == 0)\n",
+        "(pool.content_uid[block] >= 0)\n",
+    ),
 ]
 
 
@@ -436,6 +447,13 @@ def test_state_machine_planted_window_bug_is_caught(file, line, bug):
 def test_state_machine_planted_window_cache_bug_is_caught(file, line, bug):
     class Mutant(WindowsCachingMachine):
         manager = jitted(*planted((file, line, bug)))
+
+    assert_caught(Mutant)
+
+
+def test_state_machine_unknown_block_taken_for_the_root_is_caught():
+    class Mutant(TinyWindowsCachingMachine):
+        manager = jitted(*planted(("cache", "is_root=column == 0,", "is_root=parent_block == NULL_BLOCK,")))
 
     assert_caught(Mutant)
 
