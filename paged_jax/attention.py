@@ -129,8 +129,8 @@ def paged_attention(
         sinks: float [N], a learned logit per query head that enters the softmax denominator once and has no value.
         k_scale, v_scale: float32 [num_blocks, K, block_size]: the value of a slot is its stored number times the scale.
             Required for int8 and float8 pools, refused for the others. Scales of slots that the queries see must be
-            finite and > 0. Outside jit others are refused; inside jit a scale that is NaN or infinite makes every
-            output NaN that sees its slot, and one <= 0 is taken as the factor that it is.
+            finite and > 0. Outside jit others are refused; inside jit nobody looks: NaN makes every output NaN that
+            sees its slot, any other scale is the factor that it is.
         kv_cache_dtype: what the pools hold, "float8_e4m3fn" or "float8_e5m2"; required if they are uint8. For other
             pools it may be left out, and must agree with their dtype.
         return_residual: also return lse.
@@ -267,14 +267,16 @@ def _check_live_scales(
     sliding_window: int | None,
 ) -> None:
     """Raises ValueError if the scale of a slot that queries see is not finite and > 0; traced arrays pass."""
-    if any(isinstance(x, jax.core.Tracer) for x in (scale, block_tables, seq_lens, query_start_loc)):
+    try:
+        tables, lens = np.asarray(block_tables), np.asarray(seq_lens)
+        counts = np.minimum(lens, 1) if query_start_loc is None else np.diff(np.asarray(query_start_loc))
+        scale_values = np.asarray(scale)
+    except jax.errors.TracerArrayConversionError:
         return
-    tables, lens = np.asarray(block_tables), np.asarray(seq_lens)
-    counts = np.minimum(lens, 1) if query_start_loc is None else np.diff(np.asarray(query_start_loc))
     first = np.zeros_like(lens) if sliding_window is None else np.maximum(lens - counts - sliding_window + 1, 0)
     position = np.arange(tables.shape[1] * scale.shape[2]).reshape(1, tables.shape[1], 1, scale.shape[2])
     low, high = (x.reshape(-1, 1, 1, 1) for x in (first, np.where(counts > 0, lens, 0)))
-    values = np.asarray(scale[jnp.asarray(tables)])  # [S, M, K, block_size]
+    values = scale_values[np.clip(tables, 0, len(scale_values) - 1)]  # [S, M, K, block_size]; dead entries: any value
     bad = (position >= low) & (position < high) & ~((values > 0) & np.isfinite(values))
     if bad.any():
         row, column, head, offset = np.argwhere(bad)[0]

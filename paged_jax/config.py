@@ -83,14 +83,13 @@ class CacheConfig:
                 f"{owner}: num_blocks * block_size = {self.num_blocks * self.block_size} does not fit int32 slots; "
                 f"use at most {_MAX_SLOTS // self.block_size} blocks of {self.block_size} tokens"
             )
-        if self.kernel_block_size is None:
-            object.__setattr__(self, "kernel_block_size", self.block_size)
-        check_positive(owner, kernel_block_size=self.kernel_block_size)
-        if self.block_size % self.kernel_block_size:
-            raise ValueError(
-                f"{owner}.kernel_block_size must divide block_size={self.block_size}, got {self.kernel_block_size}; "
-                "make block_size a multiple of it"
-            )
+        if self.kernel_block_size is not None:
+            check_positive(owner, kernel_block_size=self.kernel_block_size)
+            if self.block_size % self.kernel_block_size:
+                raise ValueError(
+                    f"{owner}.kernel_block_size must divide block_size={self.block_size}, got "
+                    f"{self.kernel_block_size}; make block_size a multiple of it"
+                )
         try:
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         except TypeError as error:
@@ -124,6 +123,11 @@ class CacheConfig:
     def max_model_len(self) -> int:
         """Longest sequence in tokens that a row can hold."""
         return self.max_blocks_per_seq * self.block_size
+
+    @property
+    def kernel_blocks_per_block(self) -> int:
+        """Blocks of the arrays that make up one block of the block manager."""
+        return self.block_size // (self.kernel_block_size or self.block_size)
 
     @property
     def has_scales(self) -> bool:

@@ -140,22 +140,21 @@ def storage_format(array_dtype: jnp.dtype, dtype: str | None) -> str:
         ValueError: they contradict each other, or it remains open which 8-bit float a uint8 array holds.
     """
     formats = _FORMATS_OF_BITS.get(array_dtype.name, (array_dtype.name,))
+    if dtype is not None and dtype in formats:
+        return dtype
     if dtype is None and len(formats) == 1:
         return formats[0]
-    if dtype not in formats:
-        raise ValueError(
-            f"arrays of {array_dtype} hold {' or '.join(formats)}, and the storage format is said to be {dtype!r}; "
-            "pass the one that was written"
-        )
-    return dtype
+    raise ValueError(
+        f"arrays of {array_dtype} hold {' or '.join(formats)}, and the storage format is said to be {dtype!r}; pass "
+        "the one that was written"
+    )
 
 
 def init_cache(config: CacheConfig) -> KVCache:
     """Allocates all K and V, zero-filled: config.num_blocks * config.bytes_per_block bytes. Scales are 1."""
-    assert config.kernel_block_size is not None
-    ratio = config.block_size // config.kernel_block_size
-    shape = (config.num_blocks * ratio, config.kernel_block_size, config.num_kv_heads, config.head_dim)
-    scale_shape = (shape[0], config.num_kv_heads, config.kernel_block_size)
+    ratio = config.kernel_blocks_per_block
+    shape = (config.num_blocks * ratio, config.block_size // ratio, config.num_kv_heads, config.head_dim)
+    scale_shape = (shape[0], shape[2], shape[1])
     dtype = storage_dtype(config.dtype)
 
     def arrays() -> tuple[Array, ...]:
@@ -199,8 +198,8 @@ def quantise(values: Float[Array, "... H"], dtype: str) -> tuple[Array, Float32[
     """Numbers of an 8-bit format and their scales: values[..., h] is about numbers[..., h] * scales[...].
 
     The largest magnitude of a row becomes the largest of the format (127, 448 or 57344: the formats are used
-    symmetrically, so that int8 never holds -128). A row of zeros gets scale 1. A row that is not finite gets a scale
-    that is not finite, and numbers 0: whatever is computed with it is NaN.
+    symmetrically, so that int8 never holds -128). A row of zeros gets scale 1. A row that is not finite gets scale
+    NaN, so that whatever is computed with it is NaN.
 
     Returns:
         (numbers float32 [..., H], not yet rounded; scales float32 [...]).
@@ -210,8 +209,9 @@ def quantise(values: Float[Array, "... H"], dtype: str) -> tuple[Array, Float32[
     largest = jnp.max(jnp.abs(values), axis=-1)
     smallest_scale = float(jnp.finfo(jnp.float32).tiny)  # below, scales would be subnormal or zero
     scale = jnp.where(largest == 0, 1.0, jnp.maximum(largest / limit, smallest_scale))
-    numbers = jnp.where(jnp.isfinite(scale)[..., None], values / scale[..., None], 0.0)
-    return numbers, scale
+    is_finite = jnp.isfinite(scale)
+    numbers = jnp.where(is_finite[..., None], values / scale[..., None], 0.0)
+    return numbers, jnp.where(is_finite, scale, jnp.nan)
 
 
 @typed
