@@ -57,11 +57,6 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
     sliding_window: int | None = None
 
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Per layer the tokens that it sees, None = all."""
-        return (None,) * self.num_layers
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sliding_window is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax import LLM, Recorder, RequestOutput, SamplingParams, bench, plot_steps
+from paged_jax.config import CACHE_DTYPES
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,6 +46,19 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=None)
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", *CACHE_DTYPES),
+        default="auto",
+        help="storage format of K and V (default: that of the weights)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="share of a GPU's memory that weights and K/V take at most together (default: 0.9)",
+    )
+    parser.add_argument("--kv-cache-memory-bytes", type=int, default=None, help="bytes for K and V, on any device")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -55,6 +69,9 @@ def _make_llm(args: argparse.Namespace, **options: Any) -> LLM:
         max_num_seqs=args.max_num_seqs,
         block_size=args.block_size,
         num_blocks=args.num_blocks,
+        kv_cache_dtype=args.kv_cache_dtype,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         seed=args.seed,
         **options,
     )
@@ -113,7 +130,8 @@ def _generate(args: argparse.Namespace) -> int:
         num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
         print(
             f"\n{num_tokens} tokens in {seconds:.1f} s, compilation included: {num_tokens / seconds:.1f} tokens/s; "
-            f"at most {llm.peak_blocks} of {llm.cache_config.num_blocks - 1} blocks in use"
+            f"at most {llm.peak_blocks} of {llm.cache_config.num_blocks - 1} blocks in use; K/V as "
+            f"{llm.cache_config.dtype}, {llm.kv_cache_bytes_per_token} bytes per token"
         )
     if recorder is not None and recorder.records:
         plot_steps(recorder, llm.cache_config.block_size).savefig(str(args.plot))

@@ -3,19 +3,20 @@
 import math
 from numbers import Real
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Integer, Shaped
 
 from paged_jax._typing import typed
 from paged_jax.batch import StepBatch
+from paged_jax.config import CACHE_DTYPES, SCALED_CACHE_DTYPES
 from paged_jax.dispatch import dispatch, require_mosaic
-from paged_jax.kv_cache import LayerCache, write_kv
+from paged_jax.kv_cache import LayerCache, storage_format, write_kv
 from pallas_kernels.reference import paged_attention_reference
 from pallas_kernels.xla import paged_attention_xla
 
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
-_PLAIN_DTYPES = ("float32", "bfloat16", "float16", "uint16")
-_SCALED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @typed
@@ -64,6 +65,12 @@ def attend(
         if k.shape != v.shape or k.shape[0] != q.shape[0]:
             raise ValueError(f"k is {k.shape} and v is {v.shape}: both must be [T, K, H] with T = {q.shape[0]} as in q")
         layer_cache = write_kv(layer_cache, k, v, batch.slot_mapping[layer_cache.group])
+    block_size = layer_cache.k.shape[1]
+    if batch.block_size not in (None, block_size):
+        raise ValueError(
+            f"the batch's block tables name blocks of {batch.block_size} tokens, the layer's have {block_size}: build "
+            "the batch with kernel_block_size=cache.kernel_block_size"
+        )
     out = paged_attention(
         q,
         layer_cache.k,
@@ -75,6 +82,9 @@ def attend(
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
+        k_scale=layer_cache.k_scale,
+        v_scale=layer_cache.v_scale,
+        kv_cache_dtype=layer_cache.dtype,
         implementation=implementation or batch.implementation,
     )
     return out, layer_cache  # pyright: ignore[reportReturnType]
@@ -95,6 +105,7 @@ def paged_attention(
     sinks: Float[Array, " N"] | None = None,
     k_scale: Float32[Array, "B K block"] | None = None,
     v_scale: Float32[Array, "B K block"] | None = None,
+    kv_cache_dtype: str | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     interpret: bool = False,
@@ -108,7 +119,8 @@ def paged_attention(
     Args:
         query: [T, N, H] float32, bfloat16 or float16.
         key_cache, value_cache: [num_blocks, block_size, K, H], N a multiple of K. float32, bfloat16, float16; uint16
-            for the bits of bfloat16 values; int8, float8_e4m3fn or float8_e5m2 with k_scale and v_scale.
+            for the bits of bfloat16 values; int8, float8_e4m3fn or float8_e5m2 with k_scale and v_scale; uint8 for the
+            bits of either float8.
         block_tables: integer [S, M] physical block ids. Entries past a row's last block, and those wholly before its
             window, are never looked at: any value will do.
         seq_lens: integer [S] tokens of each row, the queries' tokens included, at most M * block_size. 0: the row is
@@ -122,7 +134,11 @@ def paged_attention(
         logits_soft_cap: c > 0: scaled scores s become c * tanh(s / c). None: off.
         sinks: float [N], a learned logit per query head that enters the softmax denominator once and has no value.
         k_scale, v_scale: float32 [num_blocks, K, block_size]: the value of a slot is its stored number times the scale.
-            Required for int8 and float8 pools, refused for the others.
+            Required for int8 and float8 pools, refused for the others. Scales of slots that the queries see must be
+            finite and > 0. Outside jit others are refused; inside jit nobody looks: NaN makes every output NaN that
+            sees its slot, any other scale is the factor that it is.
+        kv_cache_dtype: what the pools hold, "float8_e4m3fn" or "float8_e5m2"; required if they are uint8. For other
+            pools it may be left out, and must agree with their dtype.
         return_residual: also return lse.
         implementation: "mosaic_gpu" (the Pallas kernels, NVIDIA GPUs from sm_80 on), "xla" (any device) or "reference"
             (slow, the oracle). None: by device: on a GPU "mosaic_gpu", and "xla" with a warning where the kernels
@@ -146,8 +162,12 @@ def paged_attention(
     _check_heads(query, key_cache, value_cache)
     _check_rows(query, block_tables, seq_lens, query_start_loc)
     _check_options(scale, sliding_window, logits_soft_cap)
-    _check_scale("key_cache", key_cache, "k_scale", k_scale)
-    _check_scale("value_cache", value_cache, "v_scale", v_scale)
+    cache_dtype = _check_format(key_cache, kv_cache_dtype)
+    _check_scale("key_cache", key_cache, cache_dtype, "k_scale", k_scale)
+    _check_scale("value_cache", value_cache, cache_dtype, "v_scale", v_scale)
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scales is not None:
+            _check_live_scales(name, scales, block_tables, seq_lens, query_start_loc, sliding_window)
     arguments = {
         "block_tables": block_tables.astype(jnp.int32),
         "seq_lens": seq_lens.astype(jnp.int32),
@@ -161,8 +181,8 @@ def paged_attention(
     }
     pools = query, key_cache, value_cache
     candidates = {
-        "xla": lambda: paged_attention_xla(*pools, **arguments),
-        "reference": lambda: paged_attention_reference(*pools, **arguments),
+        "xla": lambda: paged_attention_xla(*pools, cache_dtype=cache_dtype, **arguments),
+        "reference": lambda: paged_attention_reference(*pools, cache_dtype=cache_dtype, **arguments),
         "mosaic_gpu": lambda: _mosaic_gpu(*pools, interpret=interpret, **arguments),
     }
     out, lse = dispatch(implementation, candidates)
@@ -217,15 +237,57 @@ def _check_options(scale: float | None, sliding_window: int | None, logits_soft_
         raise ValueError(f"logits_soft_cap is {logits_soft_cap!r}: it must be a finite number > 0, or None for no cap")
 
 
-def _check_scale(pool_name: str, pool: Array, scale_name: str, scale: Array | None) -> None:
-    dtype = pool.dtype.name
-    if dtype not in _PLAIN_DTYPES + _SCALED_DTYPES:
-        raise ValueError(f"{pool_name} has dtype {dtype}; supported are {', '.join(_PLAIN_DTYPES + _SCALED_DTYPES)}")
-    if dtype in _SCALED_DTYPES and scale is None:
+def _check_format(key_cache: Array, kv_cache_dtype: str | None) -> str:
+    """The storage format of the pools, one of CACHE_DTYPES."""
+    if kv_cache_dtype is None and key_cache.dtype == jnp.uint8:
+        raise ValueError(
+            "key_cache has dtype uint8, the bits of float8_e4m3fn or float8_e5m2: pass kv_cache_dtype to say of which"
+        )
+    if kv_cache_dtype not in (None, *CACHE_DTYPES):
+        raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r}; choose one of {', '.join(CACHE_DTYPES)}, or None")
+    cache_dtype = storage_format(key_cache.dtype, kv_cache_dtype)
+    if cache_dtype not in CACHE_DTYPES:
+        supported = ", ".join((*CACHE_DTYPES, "uint16", "uint8"))
+        raise ValueError(f"key_cache and value_cache have dtype {key_cache.dtype}; supported are {supported}")
+    return cache_dtype
+
+
+def _check_scale(pool_name: str, pool: Array, cache_dtype: str, scale_name: str, scale: Array | None) -> None:
+    is_scaled = cache_dtype in SCALED_CACHE_DTYPES
+    if is_scaled and scale is None:
         num_blocks, block_size, num_kv_heads, _ = pool.shape
         raise ValueError(
-            f"{pool_name} has dtype {dtype} but {scale_name} is None: pass float32 "
+            f"{pool_name} has dtype {pool.dtype} but {scale_name} is None: pass float32 "
             f"[{num_blocks}, {num_kv_heads}, {block_size}] (num_blocks, K, block_size), ones if the values are unscaled"
         )
-    if dtype in _PLAIN_DTYPES and scale is not None:
-        raise ValueError(f"{pool_name} has dtype {dtype}, which has no scales: {scale_name} must be None")
+    if not is_scaled and scale is not None:
+        raise ValueError(f"{pool_name} has dtype {pool.dtype}, which has no scales: {scale_name} must be None")
+
+
+def _check_live_scales(
+    name: str,
+    scale: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array | None,
+    sliding_window: int | None,
+) -> None:
+    """Raises ValueError if the scale of a slot that queries see is not finite and > 0; traced arrays pass."""
+    try:
+        tables, lens = np.asarray(block_tables), np.asarray(seq_lens)
+        counts = np.minimum(lens, 1) if query_start_loc is None else np.diff(np.asarray(query_start_loc))
+        scale_values = np.asarray(scale)
+    except jax.errors.TracerArrayConversionError:
+        return
+    first = np.zeros_like(lens) if sliding_window is None else np.maximum(lens - counts - sliding_window + 1, 0)
+    position = np.arange(tables.shape[1] * scale.shape[2]).reshape(1, tables.shape[1], 1, scale.shape[2])
+    low, high = (x.reshape(-1, 1, 1, 1) for x in (first, np.where(counts > 0, lens, 0)))
+    values = scale_values[np.clip(tables, 0, len(scale_values) - 1)]  # [S, M, K, block_size]; dead entries: any value
+    bad = (position >= low) & (position < high) & ~((values > 0) & np.isfinite(values))
+    if bad.any():
+        row, column, head, offset = np.argwhere(bad)[0]
+        raise ValueError(
+            f"{name} is {values[row, column, head, offset]} for kv head {head} of token "
+            f"{column * scale.shape[2] + offset} of row {row}: scales must be finite and > 0; look for NaN or inf in "
+            "the values that were stored there"
+        )

@@ -217,11 +217,12 @@ class BeamSearcher:
             )
         elif beams.finish == FinishReason.NONE:
             width, config = self.params.beam_width, self.config
+            need = max_blocks(search, width, config, self.max_num_batched_tokens)
             search.error = RuntimeError(
                 f"the beam search of a prompt of {num_prompt_tokens} tokens stopped after {num_tokens} of "
-                f"{search.max_tokens} new tokens: {status.name}. {width} beams need up to "
-                f"{max_blocks(search, width, config, self.max_num_batched_tokens)} blocks of {config.block_size} tokens, and the pool has "
-                f"{config.num_blocks - 1}; raise num_blocks, or lower beam_width, max_tokens or the prompt's length"
+                f"{search.max_tokens} new tokens: {status.name}. {width} beams need up to {need} blocks of "
+                f"{config.block_size} tokens, and the pool has {config.num_blocks - 1}; raise num_blocks, or lower "
+                "beam_width, max_tokens or the prompt's length"
             )
         else:
             kept = beams.kept

@@ -286,7 +286,14 @@ def _beam_search_many(
             state: EngineState, beams: BeamState, output: BeamStepOutput
         ) -> tuple[EngineState, BeamState, BeamStepOutput]:
             tokens = beams.last_token.reshape(-1)
-            batch = build_decode_batch(state.table, appended, live, tokens, implementation=implementation)
+            batch = build_decode_batch(
+                state.table,
+                appended,
+                live,
+                tokens,
+                kernel_block_size=state.cache.kernel_block_size,
+                implementation=implementation,
+            )
             state = copy_on_write(state, appended, implementation)
             logits, cache = forward(params, batch, state.cache)
             pool, table = release_out_of_window(

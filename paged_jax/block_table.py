@@ -108,9 +108,9 @@ def init(config: CacheConfig) -> tuple[BlockPool, BlockTable]:
 def num_blocks_needed(pool: BlockPool, table: BlockTable, num_new_tokens: Int32[Array, " S"]) -> Int32[Array, "G S"]:
     """Blocks that append_tokens would take for each group and row.
 
-    In every group cdiv(len + new, block_size) - cdiv(len, block_size), plus one where the row would write into a shared,
-    partially filled block. If every holder of that block writes, the highest row keeps it and all others copy: what
-    appending row by row would do.
+    In every group cdiv(len + new, block_size) - cdiv(len, block_size), plus one where the row would write into a
+    shared, partially filled block. If every holder of that block writes, the highest row keeps it and all others copy:
+    what appending row by row would do.
     """
     copies, _, _ = _copies(pool.ref_count, table, num_new_tokens)
     return copies + _growth(table, num_new_tokens)

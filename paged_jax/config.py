@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import Any, Self
 
 import jax.numpy as jnp
 
 #: Orders in which requests start, and ways to make room for others.
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
-#: Storage formats of K and V.
-CACHE_DTYPES = ("float32", "bfloat16", "float16")
+#: Storage formats of K and V: those that hold the numbers themselves, and 8-bit ones with a float32 scale per token and
+#: kv head.
+SCALED_CACHE_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+CACHE_DTYPES = ("float32", "bfloat16", "float16", *SCALED_CACHE_DTYPES)
+_SCALE_BYTES = 4
+_MAX_SLOTS = 2**31 - 1
 
 
 def check_positive(owner: str, **values: object) -> None:
@@ -59,7 +64,9 @@ class CacheConfig:
         head_dim: elements per head.
         max_blocks_per_seq: logical blocks per row of a block table; max_blocks_per_seq * block_size is the longest
             sequence in tokens.
-        block_size: tokens per block.
+        block_size: tokens per block: what is allocated, shared and cached as one.
+        kernel_block_size: tokens per block of the arrays, which attention loads as one; divides block_size. Default:
+            the same as block_size. Nothing but speed depends on it.
         dtype: storage format, one of CACHE_DTYPES.
         max_num_seqs: rows of the block tables, i.e. sequences that can be held at once.
         layer_groups: layers per cache group, groups of equal layer count, a partition of range(num_layers). Each group
@@ -75,6 +82,7 @@ class CacheConfig:
     head_dim: int
     max_blocks_per_seq: int
     block_size: int = 16
+    kernel_block_size: int | None = None
     dtype: str = "float32"
     max_num_seqs: int = 16
     layer_groups: tuple[tuple[int, ...], ...] = field(default=())
@@ -98,11 +106,18 @@ class CacheConfig:
             raise ValueError(
                 f"{owner}: max_blocks_per_seq * block_size does not fit int32 positions; lower one of them"
             )
-        if self.num_blocks * self.block_size >= 2**31:
+        if self.num_blocks * self.block_size > _MAX_SLOTS:
             raise ValueError(
                 f"{owner}: num_blocks * block_size = {self.num_blocks * self.block_size} does not fit int32 slots; "
-                f"use fewer than {2**31 // self.block_size} blocks of {self.block_size} tokens"
+                f"use at most {_MAX_SLOTS // self.block_size} blocks of {self.block_size} tokens"
             )
+        if self.kernel_block_size is not None:
+            check_positive(owner, kernel_block_size=self.kernel_block_size)
+            if self.block_size % self.kernel_block_size:
+                raise ValueError(
+                    f"{owner}.kernel_block_size must divide block_size={self.block_size}, got "
+                    f"{self.kernel_block_size}; make block_size a multiple of it"
+                )
         try:
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         except TypeError as error:
@@ -146,11 +161,50 @@ class CacheConfig:
         return self.max_blocks_per_seq * self.block_size
 
     @property
+    def kernel_blocks_per_block(self) -> int:
+        """Blocks of the arrays that make up one block of the block manager."""
+        return self.block_size // (self.kernel_block_size or self.block_size)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether K and V are 8-bit numbers with scales."""
+        return self.dtype in SCALED_CACHE_DTYPES
+
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes of K and V in one block, over all arrays."""
-        return (
-            2 * self.num_arrays * self.block_size * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-        )
+        """Bytes of K and V in one block, over all arrays, scales included."""
+        bytes_per_head = self.head_dim * jnp.dtype(self.dtype).itemsize + _SCALE_BYTES * self.has_scales
+        return 2 * self.num_arrays * self.block_size * self.num_kv_heads * bytes_per_head
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token, over all layers, scales included."""
+        return self.num_groups * self.bytes_per_block // self.block_size
+
+    @classmethod
+    def with_memory(cls, num_bytes: int, **sizes: Any) -> Self:
+        """The config whose K and V, null block included, take at most `num_bytes` bytes.
+
+        Args:
+            num_bytes: for K and V and their scales. More than int32 slots can name is left unused.
+            sizes: all arguments but num_blocks.
+
+        Raises:
+            ValueError: the bytes hold no block beside the null block, or not one sequence of max_blocks_per_seq blocks.
+        """
+        check_positive(cls.__name__, num_bytes=num_bytes)
+        smallest = cls(num_blocks=2, **sizes)
+        num_blocks = num_bytes // smallest.bytes_per_block
+        longest = smallest.num_blocks_for(smallest.max_model_len)
+        if num_blocks - 1 < longest:
+            raise ValueError(
+                f"{num_bytes} bytes of K/V memory hold {num_blocks} blocks of {smallest.block_size} tokens "
+                f"({smallest.bytes_per_block} bytes each), the null block included; one sequence of "
+                f"{smallest.max_model_len} tokens needs {longest} and the null block: give at least "
+                f"{(longest + 1) * smallest.bytes_per_block} bytes, or lower max_blocks_per_seq (max_model_len), or "
+                "choose a smaller dtype (kv_cache_dtype)"
+            )
+        return replace(smallest, num_blocks=min(num_blocks, _MAX_SLOTS // smallest.block_size))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` stored tokens owns between steps, over all groups.
@@ -162,8 +216,10 @@ class CacheConfig:
         return sum(cdiv(num_tokens, self.block_size) - n for n in gone)
 
     def max_blocks_for(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Blocks that a sequence owns at most until it has `num_tokens` tokens, over all groups, whatever its steps: each
-        brings up to max_new_tokens tokens, and in it the blocks of a window that they leave are still there."""
+        """Blocks that a sequence owns at most until it has `num_tokens` tokens, over all groups.
+
+        Each step brings up to max_new_tokens tokens, and while it runs the blocks that leave a window are still there.
+        """
         return self.max_blocks_for_samples(num_tokens, [num_tokens], max_new_tokens)
 
     def max_blocks_for_samples(self, num_prompt_tokens: int, seq_lens: Sequence[int], max_new_tokens: int) -> int:

@@ -213,7 +213,14 @@ def _prefill_step(
         first = jnp.where(is_decode, exclusive_cumsum(counts), max_tokens)
         token_ids = plan.token_ids.at[first].set(state.last_token, mode="drop")
         state = replace(state, rows=rows)
-        batch = build_ragged_batch(state.table, appended, counts, token_ids, implementation=implementation)
+        batch = build_ragged_batch(
+            state.table,
+            appended,
+            counts,
+            token_ids,
+            kernel_block_size=state.cache.kernel_block_size,
+            implementation=implementation,
+        )
         last = batch.logits_indices[parents]
         batch = replace(
             batch, logits_indices=last if plan.next_token_ids is None else jnp.arange(max_tokens, dtype=jnp.int32)
@@ -346,7 +353,12 @@ def _decode_many(
 
         def run(state: EngineState, output: StepOutput) -> tuple[EngineState, StepOutput]:
             batch = build_decode_batch(
-                state.table, appended, live, _take(state.last_token, live), implementation=implementation
+                state.table,
+                appended,
+                live,
+                _take(state.last_token, live),
+                kernel_block_size=state.cache.kernel_block_size,
+                implementation=implementation,
             )
             state, logits = _compute(forward, params, state, batch, appended, counts, num_rows, implementation)
             state, drawn, is_output, finish = _commit(state, live, logits, takes_part, vocab_size, logprobs_mode)

@@ -131,7 +131,7 @@ class LLM:
         )
         self._namespaces = Namespaces()
         self.core = EngineCore(self._runner, cache_config, self.scheduler_config, max_num_batched_tokens, logprobs_mode)
-        self.metrics = Metrics()
+        self.metrics = Metrics(kv_cache_bytes_per_token=cache_config.bytes_per_token)
         self.recorder: Recorder | None = None
         self._monitor = Monitor(self.core, cache_config, self.metrics)
         self._processor = OutputProcessor(self.core, self.metrics)
@@ -146,6 +146,8 @@ class LLM:
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_memory_bytes: int | None = None,
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -165,12 +167,17 @@ class LLM:
         Args:
             path_or_name: where the weights are.
             dtype: of the weights and of the computation. "auto": float32 on a CPU, the checkpoint's elsewhere.
-            kv_cache_dtype: storage format of K and V. "auto": the same as dtype.
+            kv_cache_dtype: storage format of K and V: "float32", "bfloat16", "float16", or with 8 bits, and a scale per
+                token and kv head, "int8", "float8_e4m3fn" or "float8_e5m2". "auto": the same as dtype.
             block_size: tokens per block.
             num_blocks: blocks in the pool, the null block included. Default: as many as max_num_seqs sequences of
-                max_model_len can use, at most 1 GiB on a CPU and 90 % of the free memory elsewhere.
+                max_model_len can use, at most 1 GiB on a CPU, elsewhere what gpu_memory_utilization leaves.
+            gpu_memory_utilization: share of the device's memory, above 0 and up to 1, that weights and K/V take at most
+                together. On a CPU it has no meaning.
+            kv_cache_memory_bytes: bytes for K and V, on any device, instead of num_blocks; all of them are used.
             max_num_seqs: sequences in flight at once.
-            max_model_len: longest sequence in tokens, prompt and output. Default: the model's.
+            max_model_len: longest sequence in tokens, prompt and output. Default: the model's, or the longest that the
+                pool holds.
             max_num_batched_tokens: as in LLM(). Default: 256 on a CPU, 2048 elsewhere.
             scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks, enable_prefix_caching,
                 decode_steps, seed, logprobs_mode, implementation: as in LLM().
@@ -184,6 +191,8 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             num_blocks=num_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -201,6 +210,11 @@ class LLM:
             logprobs_mode=logprobs_mode,
             implementation=implementation,
         )
+
+    @property
+    def kv_cache_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes, over all layers, scales included."""
+        return self.cache_config.bytes_per_token
 
     def generate(
         self,

@@ -151,10 +151,12 @@ class Metrics:
     """Totals and the latest state of an engine.
 
     Attributes:
+        kv_cache_bytes_per_token: bytes of K and V that one token takes.
         time_to_first_token, inter_token_latency, e2e_request_latency, request_queue_time: histograms of seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kv_cache_bytes_per_token: int = 0) -> None:
+        self.kv_cache_bytes_per_token = kv_cache_bytes_per_token
         self.time_to_first_token = Histogram(FIRST_TOKEN_EDGES)
         self.inter_token_latency = Histogram(INTER_TOKEN_EDGES)
         self.e2e_request_latency = Histogram(REQUEST_EDGES)
@@ -225,12 +227,13 @@ class Metrics:
         return build_registry(self, model_name)
 
     def gauges(self) -> dict[str, float]:
-        """The state after the latest dispatch."""
+        """The state after the latest dispatch, and what is always so."""
         last = self._last
+        fixed: dict[str, float] = {"kv_cache_bytes_per_token": self.kv_cache_bytes_per_token}
         if last is None:
             names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
-            return dict.fromkeys((*names, "num_cached_blocks", "compile_count"), 0)
-        return {
+            return fixed | dict.fromkeys((*names, "num_cached_blocks", "compile_count"), 0)
+        return fixed | {
             "num_requests_running": last.num_running,
             "num_requests_waiting": last.num_waiting,
             "num_requests_swapped": last.num_swapped,

@@ -9,9 +9,9 @@ Identity is proved, not hashed. A record holds the uid of the block before it, o
 and uids followed at publication and at every hit. Blocks of one uid therefore hold one token chain under one root, and
 no other chain ever gets that uid: no collision, no rewritten or reused parent can serve another prompt's K/V.
 
-With several cache groups, chains are followed in one of them, whose blocks stay longest: a group with full attention if
-there is one, else that with the largest window. Blocks of the other groups that hold the same tokens share the uid; each
-group finds its own by it.
+With several cache groups, chains are followed in one of them, whose blocks stay longest: a group with full attention
+if there is one, else that with the largest window. Blocks of the other groups that hold the same tokens share the uid;
+each group finds its own by it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -46,8 +46,8 @@ class PrefixCache:
     """What is known of the blocks' content.
 
     Attributes:
-        token_ids: int32 [num_blocks, block_size] of blocks of the chain group, the token whose K/V each slot holds; stale
-            where nothing is stored.
+        token_ids: int32 [num_blocks, block_size] of blocks of the chain group, the token whose K/V each slot holds;
+            stale where nothing is stored.
         records: int32 [num_blocks, 5] of blocks with a uid: index of their entry, or the number of entries if they have
             none; cache group; two digest lanes; uid of the block before, or the chain's root.
         entries: int32 [num_entries] hash table of block ids, in buckets of 8; 0 = empty.
@@ -315,7 +315,7 @@ def _is_verified(cache: PrefixCache, found: Array, uid: Array, tokens: Array, pa
 
 
 def _candidates(cache: PrefixCache, pool: BlockPool, digest: Array, group: Array) -> tuple[Array, Array, Array]:
-    """The two buckets of each digest in its group: (entry index, block, its uid or 0 if the entry is dead), [n, 2, 8]."""
+    """The two buckets of each digest in its group: (entry index, block, its uid, 0 if the entry is dead), [n, 2, 8]."""
     num_buckets = cache.entries.shape[0] // _BUCKET_SIZE
     # Each group has buckets of its own choice, or a few prompts would fill two buckets with all groups' blocks.
     word = mix(digest[:, 0] ^ mix(digest[:, 1] + group.astype(jnp.uint32) * jnp.uint32(_GROUP_FACTOR)))

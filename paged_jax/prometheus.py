@@ -17,6 +17,7 @@ _HELP = {
     "vllm:num_requests_waiting": "Requests that wait for rows or blocks.",
     "paged_jax:num_requests_swapped": "Requests whose K/V are in host memory.",
     "vllm:kv_cache_usage_perc": "Share of the blocks in use; 1 is all.",
+    "paged_jax:kv_cache_bytes_per_token": "Bytes of K and V that one token takes.",
     "paged_jax:num_cached_blocks": "Free blocks that hold a cached prefix.",
     "paged_jax:compile_count": "Programs compiled.",
     "paged_jax:num_steps": "Model steps.",

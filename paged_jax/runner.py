@@ -519,7 +519,10 @@ def check_contract(forward: Forward, params: Any, state: EngineState, implementa
     def first_step(params: Any, state: EngineState) -> Any:
         counts = jnp.zeros(num_rows, jnp.int32).at[0].set(1)
         _, table, appended = append_tokens(state.pool, state.table, counts, max_new_tokens=1)
-        batch = build_ragged_batch(table, appended, counts, jnp.zeros(1, jnp.int32), implementation=implementation)
+        tokens, block_size = jnp.zeros(1, jnp.int32), state.cache.kernel_block_size
+        batch = build_ragged_batch(
+            table, appended, counts, tokens, kernel_block_size=block_size, implementation=implementation
+        )
         return forward(params, batch, state.cache)
 
     result = jax.eval_shape(first_step, params, state)

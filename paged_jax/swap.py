@@ -23,11 +23,11 @@ class BlockContent:
     """What blocks hold.
 
     Attributes:
-        kv: all K arrays, then all V arrays, each [n, block_size, num_kv_heads, head_dim].
+        kv: as `kv_cache.read_blocks` gives it: of all K, V and scale arrays the kernel blocks.
         token_ids: int32 [n, block_size] as far as the prefix cache knows them; None: there is no prefix cache.
     """
 
-    kv: tuple[Shaped[Array, "n block K H"], ...]
+    kv: tuple[Shaped[Array, "m ..."], ...]
     token_ids: Int32[Array, "n block"] | None
 
 

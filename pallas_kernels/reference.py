@@ -16,10 +16,10 @@ import jax.numpy as jnp
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def _to_float32(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Dequantises gathered slots [..., block_size, K, H]; uint16 means bfloat16 bits; scale is [..., K, block_size]."""
-    if values.dtype == jnp.uint16:
-        values = jax.lax.bitcast_convert_type(values, jnp.bfloat16)
+def _to_float32(values: jax.Array, dtype: str, scale: jax.Array | None) -> jax.Array:
+    """Dequantises gathered slots [..., block_size, K, H] of storage format `dtype`; scale is [..., K, block_size]."""
+    if values.dtype != dtype:  # the bits of such numbers, as integers
+        values = jax.lax.bitcast_convert_type(values, dtype)
     values = values.astype(jnp.float32)
     return values if scale is None else values * jnp.swapaxes(scale, -1, -2)[..., None]
 
@@ -38,7 +38,7 @@ def _row_and_position(
     return row, jnp.where(inside, position, -1)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "logits_soft_cap"))
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "logits_soft_cap", "cache_dtype"))
 def paged_attention_reference(
     query: jax.Array,
     key_cache: jax.Array,
@@ -53,10 +53,14 @@ def paged_attention_reference(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    cache_dtype: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of every token over the cached keys and values of its row, causal, by the dense formula.
 
     Arguments as for `paged_jax.attention.paged_attention`, which validates them; nothing is validated here.
+
+    Args:
+        cache_dtype: storage format of the pools. None: their own dtype (uint16: bfloat16).
 
     Returns:
         out: [T, N, H] in query's dtype; zeros where a token sees nothing.
@@ -64,12 +68,13 @@ def paged_attention_reference(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
+    dtype = cache_dtype or ("bfloat16" if key_cache.dtype == jnp.uint16 else key_cache.dtype.name)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     sink = jnp.full((num_heads,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
     def gather(pool: jax.Array, pool_scale: jax.Array | None, row: jax.Array) -> jax.Array:
         ids = block_tables[row]
-        values = _to_float32(pool[ids], None if pool_scale is None else pool_scale[ids])
+        values = _to_float32(pool[ids], dtype, None if pool_scale is None else pool_scale[ids])
         values = values.reshape(-1, num_kv_heads, head_dim)
         return jnp.repeat(values, num_heads // num_kv_heads, axis=1)  # [slots, N, H]
 

@@ -7,7 +7,8 @@ One inner step serves prefill and decode: gather a chunk of a row's blocks, scor
 * Prefill walks a work list of (row, tile of queries), each tile up to its own causal limit. Rows with one query in a
   mixed batch take the decode path.
 
-Pools are never converted or copied: every conversion happens after the gather, on one chunk.
+Pools are never converted or copied: every conversion happens after the gather, on one chunk. Scales of 8-bit formats
+are applied to the scores and to the weights, of which there are fewer than elements of K and V.
 """
 
 import functools
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.reference import MASK_VALUE
 
@@ -34,12 +36,13 @@ class _Options(NamedTuple):
 
 
 class _Pools(NamedTuple):
-    """Pools [num_blocks, block_size, K, H] and their scales [num_blocks, K, block_size] or None."""
+    """Pools [num_blocks, block_size, K, H], their scales [num_blocks, K, block_size] or None, their storage format."""
 
     k: jax.Array
     v: jax.Array
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+    dtype: str
 
 
 class _Work(NamedTuple):
@@ -66,13 +69,45 @@ class _Softmax(NamedTuple):
     out: jax.Array
 
 
-def _load(pool: jax.Array, scale: jax.Array | None, ids: jax.Array) -> jax.Array:
-    """Gathers blocks and converts them to float32[len(ids), block_size, K, H]; uint16 means bfloat16 bits."""
-    values = pool.at[ids].get(mode="clip")
-    if values.dtype == jnp.uint16:  # the bits of a float32 whose lower half is zero
-        return jax.lax.bitcast_convert_type(values.astype(jnp.uint32) << jnp.uint32(16), jnp.float32)
-    values = values.astype(jnp.float32)
-    return values if scale is None else values * jnp.swapaxes(scale.at[ids].get(mode="clip"), -1, -2)[..., None]
+def _load(pool: jax.Array, dtype: str, ids: jax.Array) -> jax.Array:
+    """Gathers blocks and converts their numbers to float32[len(ids), block_size, K, H], scales not applied."""
+    numbers = pool.at[ids].get(mode="clip")
+    if numbers.dtype == dtype:
+        return numbers.astype(jnp.float32)
+    return _DECODE[dtype](numbers)
+
+
+def _from_bfloat16(bits: jax.Array) -> jax.Array:
+    """The upper half of the bits of a float32 whose lower half is zero."""
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << jnp.uint32(16), jnp.float32)
+
+
+def _from_e5m2(bits: jax.Array) -> jax.Array:
+    """The upper half of the bits of a float16 whose lower half is zero."""
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16) << jnp.uint16(8), jnp.float16).astype(jnp.float32)
+
+
+def _from_e4m3fn(bits: jax.Array) -> jax.Array:
+    """By float16, whose exponent has one bit more and a bias larger by 8; its subnormals serve for those of e4m3fn.
+
+    Faster than XLA's own conversion, which works through every case for each element. 0x7f is NaN.
+    """
+    bits = bits.astype(jnp.uint16)
+    magnitude = bits & jnp.uint16(0x7F)
+    nan = jnp.uint16(0x7E00)
+    half = jnp.where(magnitude == 0x7F, nan, magnitude << jnp.uint16(7)) | (bits & jnp.uint16(0x80)) << jnp.uint16(8)
+    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 256.0
+
+
+_DECODE = {"bfloat16": _from_bfloat16, "float8_e4m3fn": _from_e4m3fn, "float8_e5m2": _from_e5m2}
+
+
+def _scales(scale: jax.Array, ids: jax.Array, ndim: int, num_heads: int) -> jax.Array:
+    """Scales of the slots of blocks `ids`, to be multiplied with scores of `ndim` axes: [K, 1, 1, C] or [N, 1, C]."""
+    by_head = scale.at[ids].get(mode="clip").swapaxes(0, 1).reshape(scale.shape[1], -1)
+    if ndim == 4:
+        return by_head[:, None, None]
+    return jnp.repeat(by_head, num_heads // scale.shape[1], axis=0)[:, None]  # by query head
 
 
 def _precision() -> str | None:
@@ -113,18 +148,22 @@ def _attend_chunk(options: _Options, pools: _Pools, work: _Work, state: _Softmax
     by_head = work.queries.ndim == 4
     ids, slot = _chunk_ids(work, chunk, pools.k.shape[1], options.chunk_blocks)
     shape = (slot.shape[0], *(pools.k.shape[2:] if by_head else work.queries.shape[-1:]))
-    k = _load(pools.k, pools.k_scale, ids).reshape(shape)
-    v = _load(pools.v, pools.v_scale, ids).reshape(shape)
+    k = _load(pools.k, pools.dtype, ids).reshape(shape)
+    v = _load(pools.v, pools.dtype, ids).reshape(shape)
     # 0 * NaN is NaN: values of dead slots are selected away, not multiplied by a weight of zero.
     live = (slot >= work.first) & (slot <= work.last)
     v = jnp.where(jnp.expand_dims(live, range(1, v.ndim)), v, 0.0)
     score, mix = ("kaqe,cke->kaqc", "kaqc,cke->kaqe") if by_head else ("aqe,ce->aqc", "aqc,ce->aqe")
     scores = jnp.einsum(score, work.queries, k, precision=_precision())
+    if pools.k_scale is not None:
+        scores = scores * _scales(pools.k_scale, ids, scores.ndim, scores.shape[0])
     scores, visible = _masked_scores(options, scores, slot, work.positions)
     highest = jnp.maximum(state.highest, scores.max(axis=-1))
     weights = jnp.where(visible, jnp.exp(scores - highest[..., None]), 0.0)
     shrink = jnp.exp(state.highest - highest)
     total = state.total * shrink + weights.sum(axis=-1)
+    if pools.v_scale is not None:  # selected: the scale of a slot that a query does not see may be NaN
+        weights = jnp.where(visible, weights * _scales(pools.v_scale, ids, weights.ndim, weights.shape[0]), 0.0)
     out = state.out * shrink[..., None] + jnp.einsum(mix, weights, v, precision=_precision())
     return _Softmax(highest, total, out)
 
@@ -173,7 +212,7 @@ def _decode(
     )
     work = _Work(queries, last[:, None], first, last, tables)
     chunk_step = jax.vmap(functools.partial(_attend_chunk, options, pools), in_axes=(0, 0, None))
-    state = jax.lax.fori_loop(
+    state = lax.fori_loop(
         0,
         _num_chunks(first, last, block_size, options).max(initial=0),
         lambda chunk, state: chunk_step(work, state, chunk),
@@ -197,7 +236,7 @@ def _attend_tile(
         lowest = jnp.where(positions < 0, last, positions).min()
         first = jnp.maximum(lowest - options.sliding_window + 1, 0)
     work = _Work(queries, positions, first, last, table)
-    state = jax.lax.fori_loop(
+    state = lax.fori_loop(
         0,
         _num_chunks(first, last, block_size, options),
         lambda chunk, state: _attend_chunk(options, pools, work, state, chunk),
@@ -236,23 +275,24 @@ def _ragged(
         inside = query_index < counts[row]
         positions = jnp.where(inside, jnp.maximum(seq_lens[row] - counts[row] + query_index, -1), -1)
         start = starts[row] + query_index[0]
-        queries = jax.lax.dynamic_slice_in_dim(padded, start, tile)
+        queries = lax.dynamic_slice_in_dim(padded, start, tile)
         new = _attend_tile(queries, positions, pools, tables[row], sink, options)
         return jax.tree.map(lambda old, new: _put(old, new, start, inside), result, new)
 
-    out, lse = jax.lax.fori_loop(0, tile_ends[-1], attend_tile, result)
+    out, lse = lax.fori_loop(0, tile_ends[-1], attend_tile, result)
     return out[:num_tokens], lse[:num_tokens]
 
 
 def _put(old: jax.Array, new: jax.Array, start: jax.Array, inside: jax.Array) -> jax.Array:
     """Writes the rows of new [Q, ...] for which inside [Q] is True into old [T, ...], from row start on."""
-    kept = jax.lax.dynamic_slice_in_dim(old, start, new.shape[0])
+    kept = lax.dynamic_slice_in_dim(old, start, new.shape[0])
     new = jnp.where(jnp.expand_dims(inside, range(1, new.ndim)), new, kept)
-    return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=0)
+    return lax.dynamic_update_slice_in_dim(old, new, start, axis=0)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "sliding_window", "logits_soft_cap", "chunk_tokens", "tile_tokens")
+    jax.jit,
+    static_argnames=("scale", "sliding_window", "logits_soft_cap", "cache_dtype", "chunk_tokens", "tile_tokens"),
 )
 def paged_attention_xla(
     query: jax.Array,
@@ -268,6 +308,7 @@ def paged_attention_xla(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    cache_dtype: str | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     tile_tokens: int = TILE_TOKENS,
 ) -> tuple[jax.Array, jax.Array]:
@@ -277,6 +318,7 @@ def paged_attention_xla(
     The time grows with the visible tokens, not with the width of the table or the size of the pool.
 
     Args:
+        cache_dtype: storage format of the pools. None: their own dtype (uint16: bfloat16).
         chunk_tokens: cached tokens per step, rounded down to whole blocks, at least one block.
         tile_tokens: queries per work item when query_start_loc is given.
 
@@ -287,7 +329,8 @@ def paged_attention_xla(
     block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
     chunk_blocks = max(1, min(chunk_tokens // block_size, max_blocks))
     options = _Options(sliding_window, logits_soft_cap, chunk_blocks, tile_tokens)
-    pools = _Pools(key_cache, value_cache, k_scale, v_scale)
+    dtype = cache_dtype or ("bfloat16" if key_cache.dtype == jnp.uint16 else key_cache.dtype.name)
+    pools = _Pools(key_cache, value_cache, k_scale, v_scale, dtype)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     sink = jnp.full(query.shape[1:2], -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     scaled = query.astype(jnp.float32) * scale

@@ -164,15 +164,16 @@ def poison(state, value=np.nan):
             position = np.arange(length)
             live[ids[position // table.block_size], position % table.block_size] = True
 
+    live = live.reshape(-1, state.cache.kernel_block_size)
+
     def poisoned(array):
         host = np.array(array)
-        host[~live] = value
+        dead = ~live if host.ndim == 4 else np.broadcast_to(~live[:, None], host.shape)
+        # Bits of NaN in every format that has one; numbers of int8 are as bad as they get.
+        host[dead] = value if host.dtype.kind == "f" else np.iinfo(host.dtype).max
         return jnp.asarray(host)
 
-    cache = dataclasses.replace(
-        state.cache, k=tuple(map(poisoned, state.cache.k)), v=tuple(map(poisoned, state.cache.v))
-    )
-    return dataclasses.replace(state, cache=cache)
+    return dataclasses.replace(state, cache=state.cache.with_arrays(list(map(poisoned, state.cache.arrays))))
 
 
 def with_garbage_tables(forward):
@@ -180,7 +181,7 @@ def with_garbage_tables(forward):
 
     def garbage(params, batch, cache):
         width = batch.block_tables.shape[-1]
-        used = jnp.arange(width, dtype=jnp.int32)[None] * cache.block_size < batch.seq_lens[:, None]
+        used = jnp.arange(width, dtype=jnp.int32)[None] * cache.kernel_block_size < batch.seq_lens[:, None]
         others = jnp.roll(batch.block_tables[:, :, :1], 1, axis=1)
         tables = jnp.where(used[None], batch.block_tables, others)
         return forward(params, dataclasses.replace(batch, block_tables=tables), cache)
@@ -269,7 +270,8 @@ def cache_config(num_usable_blocks: int, block_size: int = 4, **sizes) -> CacheC
 
 def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **options) -> AuditedLLM:
     """TINY in an audited engine; options of CacheConfig or LLM."""
-    sizes = {k: options.pop(k) for k in ("max_num_seqs", "max_blocks_per_seq") if k in options}
+    names = ("max_num_seqs", "max_blocks_per_seq", "dtype", "kernel_block_size")
+    sizes = {k: options.pop(k) for k in names if k in options}
     config = cache_config(num_usable_blocks, block_size, **sizes)
     return AuditedLLM(forward, tiny_params(), config, **({"max_num_batched_tokens": 32, "decode_steps": 4} | options))
 
