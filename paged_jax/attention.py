@@ -87,7 +87,8 @@ def attend(
         kv_cache_dtype=layer_cache.dtype,
         implementation=implementation or batch.implementation,
     )
-    return out, layer_cache  # pyright: ignore[reportReturnType]
+    # A layer of another group may write to the same arrays: XLA copies them unless it sees that it comes later.
+    return jax.lax.optimization_barrier((out, layer_cache))  # pyright: ignore[reportReturnType]
 
 
 @typed
