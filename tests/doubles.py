@@ -20,6 +20,7 @@ from paged_jax.invariants import check_invariants
 from paged_jax.kv_cache import write_kv
 
 VOCAB = 97
+CACHE_OPTIONS = ("max_num_seqs", "max_blocks_per_seq", "dtype", "kernel_block_size")
 
 # -- TINY and DENSE --------------------------------------------------------------------------------------------------
 
@@ -122,9 +123,11 @@ def oracle_forward(params, batch, cache):
     """Stores (domain, position, token) per slot and reads all of a row's slots back through its block table.
 
     The domain is the row's first token: tests give every request another one. Any slot that does not hold the right
-    domain and position, or any token that is written twice, changes what is emitted.
+    domain and position, or any token that is written twice, changes what is emitted. Numbers up to 127, and the scales
+    1 and 2 in turn, are exact in int8: numbers that part from their scales are noticed.
     """
     layer = cache.layer(0)
+    is_scaled = layer.k_scale is not None
     num_rows, block_size = batch.seq_lens.shape[0], layer.k.shape[1]
     table = batch.block_tables[0]
     token = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32)
@@ -134,10 +137,18 @@ def oracle_forward(params, batch, cache):
 
     def stored(domain):
         record = jnp.stack([domain, batch.positions, batch.token_ids], axis=1).astype(jnp.float32)
+        if is_scaled:
+            largest = jnp.full_like(record[:, :1], 127)
+            record = jnp.concatenate([record, largest], axis=1) * (1.0 + batch.positions % 2)[:, None]
         return write_kv(layer, record[:, None], record[:, None], batch.slot_mapping[0])
 
     def read(cached):
-        return cached.k[table[row]].reshape(token.shape[0], -1, 3).astype(jnp.int32)  # [T, M * block_size, 3]
+        numbers = cached.k[table[row]].reshape(token.shape[0], -1, cached.k.shape[3])[..., :3].astype(jnp.int32)
+        if not is_scaled:
+            return numbers  # [T, M * block_size, 3]
+        scale = cached.k_scale[table[row]].reshape(token.shape[0], -1)
+        slot = jnp.arange(scale.shape[1], dtype=jnp.int32)[None]
+        return jnp.where((scale == 1.0 + slot % 2)[..., None], numbers, -1)
 
     first_token = read(stored(jnp.zeros_like(token)))[:, 0, 2]
     layer = stored(first_token)
@@ -270,8 +281,7 @@ def cache_config(num_usable_blocks: int, block_size: int = 4, **sizes) -> CacheC
 
 def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **options) -> AuditedLLM:
     """TINY in an audited engine; options of CacheConfig or LLM."""
-    names = ("max_num_seqs", "max_blocks_per_seq", "dtype", "kernel_block_size")
-    sizes = {k: options.pop(k) for k in names if k in options}
+    sizes = {k: options.pop(k) for k in CACHE_OPTIONS if k in options}
     config = cache_config(num_usable_blocks, block_size, **sizes)
     return AuditedLLM(forward, tiny_params(), config, **({"max_num_batched_tokens": 32, "decode_steps": 4} | options))
 
@@ -283,14 +293,14 @@ def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
 
 
 def oracle_llm(num_usable_blocks: int, block_size: int = 4, **options) -> AuditedLLM:
-    """ORACLE in an audited engine."""
-    sizes = {k: options.pop(k) for k in ("max_num_seqs", "max_blocks_per_seq") if k in options}
+    """ORACLE in an audited engine; its dtype is float32 or int8."""
+    sizes = {k: options.pop(k) for k in CACHE_OPTIONS if k in options}
     config = CacheConfig(
         num_blocks=num_usable_blocks + 1,
         block_size=block_size,
         num_layers=1,
         num_kv_heads=1,
-        head_dim=3,
+        head_dim=4 if sizes.get("dtype") == "int8" else 3,
         **({"max_num_seqs": 8, "max_blocks_per_seq": num_usable_blocks} | sizes),
     )
     options = {"max_num_batched_tokens": 32, "decode_steps": 4} | options

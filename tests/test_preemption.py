@@ -439,7 +439,11 @@ SOAKS = [
 ]
 
 
-def soaked(case, num_requests):
+#: Options of the cache that no token may depend on.
+CACHES = [{}, {"dtype": "int8", "kernel_block_size": 2}]
+
+
+def soaked(case, num_requests, **cache_options):
     num_blocks, steps, caching, policy, watermark = case
     llm = oracle_llm(
         num_blocks,
@@ -449,6 +453,7 @@ def soaked(case, num_requests):
         watermark=watermark,
         max_num_batched_tokens=32 if num_blocks == 8 else 12,
         num_host_blocks=num_blocks // 2,
+        **cache_options,
     )
     llm.warmup()
     compiled, alive = llm.compile_count, None
@@ -458,15 +463,17 @@ def soaked(case, num_requests):
         assert (llm.compile_count, len(jax.live_arrays())) == (compiled, alive)
 
 
+@pytest.mark.parametrize("cache_options", CACHES)
 @pytest.mark.parametrize("case", SOAKS[1:2])
-def test_soak_short(case):
-    soaked(case, 40)
+def test_soak_short(case, cache_options):
+    soaked(case, 40, **cache_options)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("cache_options", CACHES)
 @pytest.mark.parametrize("case", SOAKS)
-def test_soak_every_request_equals_oracle_whatever_happens(case):
-    soaked(case, int(os.environ.get("SOAK_EXAMPLES", "3000")))
+def test_soak_every_request_equals_oracle_whatever_happens(case, cache_options):
+    soaked(case, int(os.environ.get("SOAK_EXAMPLES", "3000")) // len(CACHES), **cache_options)
 
 
 def test_async_streams_share_the_engine_and_end_alone():
