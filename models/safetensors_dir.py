@@ -4,17 +4,14 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from models.checkpoint import Checkpoint, LoadError, StoredTensor, make_config, raise_unsupported, require
+from models.checkpoint import HF_FAMILIES, Checkpoint, LoadError, StoredTensor, find_family, make_config, require
+from models.settings import HfSettings
 from models.tokenizer import tokenizer_from_file
 
-if TYPE_CHECKING:
-    from models.llama import LlamaConfig
-
-MODEL_TYPES = ("llama",)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _READABLE = ("F32", "F16", "BF16")
 _PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -136,31 +133,6 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from the fields of transformers 5 (rope_parameters) or of earlier versions."""
-    from models.llama import RopeScaling
-
-    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(table, dict):
-        raise LoadError(f"{path}: rope_scaling must be an object, got {table!r:.80}")
-    theta = table.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = table.get("rope_type", table.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta}
-    if kind != "llama3":
-        raise LoadError(f"{path}: rope type {kind!r} is not supported, only 'default' and 'llama3'")
-    scaling: dict[str, Any] = {
-        "factor": table.get("factor"),
-        "low_freq_factor": table.get("low_freq_factor"),
-        "high_freq_factor": table.get("high_freq_factor"),
-        "original_max_position": table.get("original_max_position_embeddings"),
-    }
-    try:
-        return {"rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}
-    except ValueError as error:
-        raise LoadError(f"{path}: {error}") from error
-
-
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[Any, ...]:
     """eos_token_id of the generation config, else of the config; either may be one id, a list or null."""
     for source in (generation, config):
@@ -168,44 +140,6 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         if value is not None:
             return tuple(value) if isinstance(value, list) else (value,)
     return ()
-
-
-def _config(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> "LlamaConfig":
-    path = folder / "config.json"
-    if config.get("model_type") not in MODEL_TYPES:
-        raise LoadError(
-            f"{path}: model_type {config.get('model_type')!r} is not supported, only {', '.join(MODEL_TYPES)}"
-        )
-    raise_unsupported(
-        path,
-        {
-            "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-            "quantization_config": (config.get("quantization_config"), None),
-        },
-    )
-    num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
-    head_dim = config.get("head_dim")
-    if head_dim is None and isinstance(num_heads, int) and isinstance(hidden_size, int) and num_heads > 0:
-        head_dim = hidden_size // num_heads
-    num_kv_heads = config.get("num_key_value_heads")
-    return make_config(
-        path,
-        vocab_size=config.get("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=config.get("intermediate_size"),
-        num_layers=config.get("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-        attention_bias=config.get("attention_bias", False),
-        mlp_bias=config.get("mlp_bias", False),
-        max_position_embeddings=config.get("max_position_embeddings", 2048),
-        eos_token_ids=_eos_token_ids(config, generation),
-        bos_token_id=config.get("bos_token_id"),
-        **_rope(path, config),
-    )
 
 
 def _token_text(value: Any) -> str | None:
@@ -236,12 +170,16 @@ def read_folder(folder: Path) -> Checkpoint:
     config = _read_json(folder, "config.json")
     if config is None:
         raise LoadError(f"{folder}: has no config.json; is this a model's folder?")
+    generation = _read_json(folder, "generation_config.json") or {}
+    settings = HfSettings(path=folder / "config.json", values=config, eos_token_ids=_eos_token_ids(config, generation))
+    family = find_family(settings.path, HF_FAMILIES, "model_type", config.get("model_type"))
     tokenizer_config = _read_json(folder, "tokenizer_config.json") or {}
     tokenizer_path = _member(folder, "tokenizer.json", "the loader")
     return Checkpoint(
         path=folder,
+        family=family,
         naming="hf",
-        config=_config(folder, config, _read_json(folder, "generation_config.json") or {}),
+        config=make_config(settings.path, family.config_from_hf, settings),
         tensors=_read_tensors(folder),
         tokenizer=None if tokenizer_path is None else tokenizer_from_file(tokenizer_path),
         chat_template=_chat_template(folder, tokenizer_config),

@@ -12,11 +12,12 @@ from paged_jax.block_table import (
     fork,
     init_table,
     release,
+    release_out_of_window,
     reparent,
     truncate,
 )
 from paged_jax.chat import ChatTemplate
-from paged_jax.config import CacheConfig, SchedulerConfig
+from paged_jax.config import CacheConfig, SchedulerConfig, group_layers
 from paged_jax.decode import (
     acquire_prefix,
     decode_many,
@@ -109,6 +110,7 @@ __all__ = [
     "decode_many",
     "decode_step",
     "fork",
+    "group_layers",
     "init_beams",
     "init_cache",
     "init_pool",
@@ -124,6 +126,7 @@ __all__ = [
     "publish",
     "recommend_block_size",
     "release",
+    "release_out_of_window",
     "release_rows",
     "reparent",
     "reset_prefix_cache",

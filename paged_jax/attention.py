@@ -52,6 +52,12 @@ def attend(
         ValueError: an argument does not fit; the message says which, and what to do.
         NotImplementedError: the implementation asked for cannot run here.
     """
+    kept = layer_cache.sliding_window
+    if kept is not None and (sliding_window is None or sliding_window > kept):
+        raise ValueError(
+            f"the layer attends with sliding_window={sliding_window}, but cache group {layer_cache.group} keeps only a "
+            f"window of {kept} tokens: make CacheConfig.sliding_windows agree with the model"
+        )
     if (k is None) != (v is None):
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"{given} is given but {missing} is None: pass both, or None for both to share K/V")
@@ -81,7 +87,8 @@ def attend(
         kv_cache_dtype=layer_cache.dtype,
         implementation=implementation or batch.implementation,
     )
-    return out, layer_cache  # pyright: ignore[reportReturnType]
+    # A layer of another group may write to the same arrays: XLA copies them unless it sees that it comes later.
+    return jax.lax.optimization_barrier((out, layer_cache))  # pyright: ignore[reportReturnType]
 
 
 @typed

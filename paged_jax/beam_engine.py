@@ -46,18 +46,17 @@ class BeamSearch:
     error: Exception | None = None
 
 
-def max_blocks(search: BeamSearch, beam_width: int, config: CacheConfig) -> int:
-    """Blocks that a search needs at most: beams share the prompt's full blocks and, at worst, nothing else.
-
-    Prompt 6, 7 new tokens, blocks of 4, width 3: 12 stored tokens are 3 blocks, the first one shared: 1 + 3 * 2 = 7.
-    """
-    shared = len(search.prompt_token_ids) // config.block_size * config.num_groups
-    longest = config.num_blocks_for(len(search.prompt_token_ids) + search.max_tokens - 1)
-    # With one new token, and a prompt that fills its blocks, no beam ever stores a token of its own.
-    return shared + beam_width * max(longest - shared, 0)
+def max_blocks(search: BeamSearch, beam_width: int, config: CacheConfig, max_num_batched_tokens: int) -> int:
+    """Blocks that a search needs at most: beams share the prompt's full blocks and, at worst, nothing else."""
+    num_tokens = len(search.prompt_token_ids)
+    return config.max_blocks_for_samples(
+        num_tokens, [num_tokens + search.max_tokens - 1] * beam_width, max_num_batched_tokens
+    )
 
 
-def plan_waves(searches: Iterable[BeamSearch], beam_width: int, config: CacheConfig) -> Iterator[list[BeamSearch]]:
+def plan_waves(
+    searches: Iterable[BeamSearch], beam_width: int, config: CacheConfig, max_num_batched_tokens: int
+) -> Iterator[list[BeamSearch]]:
     """Searches that run together, in order: as many as the rows and, at their largest, the pool can hold.
 
     One that could outgrow the whole pool gets a wave of its own: its beams may share enough to fit after all.
@@ -65,7 +64,7 @@ def plan_waves(searches: Iterable[BeamSearch], beam_width: int, config: CacheCon
     capacity = config.num_blocks - 1
     wave, room = [], capacity
     for search in searches:
-        need = min(max_blocks(search, beam_width, config), capacity)
+        need = min(max_blocks(search, beam_width, config, max_num_batched_tokens), capacity)
         if wave and (need > room or len(wave) == config.max_num_seqs // beam_width):
             yield wave
             wave, room = [], capacity
@@ -120,7 +119,8 @@ class BeamSearcher:
         """Runs all searches wave by wave, and yields each when it has ended or failed."""
         searches = [self._prepare(index, prompt) for index, prompt in enumerate(prompts)]
         yield from (s for s in searches if s.error is not None)
-        for wave in plan_waves((s for s in searches if s.error is None), self.params.beam_width, self.config):
+        runnable = (s for s in searches if s.error is None)
+        for wave in plan_waves(runnable, self.params.beam_width, self.config, self.max_num_batched_tokens):
             self._run_wave(wave)
             yield from wave
 
@@ -217,11 +217,12 @@ class BeamSearcher:
             )
         elif beams.finish == FinishReason.NONE:
             width, config = self.params.beam_width, self.config
+            need = max_blocks(search, width, config, self.max_num_batched_tokens)
             search.error = RuntimeError(
                 f"the beam search of a prompt of {num_prompt_tokens} tokens stopped after {num_tokens} of "
-                f"{search.max_tokens} new tokens: {status.name}. {width} beams need up to "
-                f"{max_blocks(search, width, config)} blocks of {config.block_size} tokens, and the pool has "
-                f"{config.num_blocks - 1}; raise num_blocks, or lower beam_width, max_tokens or the prompt's length"
+                f"{search.max_tokens} new tokens: {status.name}. {width} beams need up to {need} blocks of "
+                f"{config.block_size} tokens, and the pool has {config.num_blocks - 1}; raise num_blocks, or lower "
+                "beam_width, max_tokens or the prompt's length"
             )
         else:
             kept = beams.kept

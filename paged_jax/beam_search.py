@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int32
 from paged_jax._typing import typed
 from paged_jax.batch import build_decode_batch
 from paged_jax.block_pool import Status
-from paged_jax.block_table import append_tokens, reparent
+from paged_jax.block_table import append_tokens, release_out_of_window, reparent
 from paged_jax.decode import Forward, copy_on_write, merge_rows
 from paged_jax.state import EngineState, FinishReason
 
@@ -296,11 +296,14 @@ def _beam_search_many(
             )
             state = copy_on_write(state, appended, implementation)
             logits, cache = forward(params, batch, state.cache)
+            pool, table = release_out_of_window(
+                state.pool, state.table, state.table.seq_lens - counts, max_new_tokens=1
+            )
             beams, beam = advance(beams, logits[:, :vocab_size].reshape(num_prompts, k, -1))
             goes_on = beams.finish == FinishReason.NONE
             parents = jnp.where(goes_on[:, None], beam_rows[:, :1] + beam, max_num_seqs).reshape(-1)
             # No status: parents took part in this step, so that they hold tokens.
-            pool, table, _ = reparent(state.pool, state.table, row.at[: num_prompts * k].set(parents))
+            pool, table, _ = reparent(pool, table, row.at[: num_prompts * k].set(parents))
             return (
                 replace(state, pool=pool, table=table, cache=cache),
                 beams,

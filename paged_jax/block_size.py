@@ -17,8 +17,9 @@ class BlockSizeCosts:
 
     Attributes:
         block_size: tokens per block.
-        waste: share of the allocated slots that hold no token, over all sequences at their full lengths.
-        wasted_slots, wasted_bytes: the same per sequence: slots, and bytes of K and V.
+        waste: share of the allocated slots that hold no token which the next one sees, over all sequences at their full
+            lengths.
+        wasted_slots, wasted_bytes: the same per sequence, over all cache groups: slots, and bytes of K and V.
         table_entries: blocks per sequence, over all cache groups: what attention looks up and release walks through.
         table_bytes: of the block tables on the device.
         blocks_per_step: blocks that a decode step of all rows allocates on average.
@@ -138,15 +139,20 @@ def _checked_lengths(lengths: Iterable[int], config: CacheConfig) -> np.ndarray:
 
 
 def _costs(lengths: np.ndarray, config: CacheConfig, block_size: int) -> BlockSizeCosts:
-    blocks = cdiv(lengths, block_size)
-    wasted = float((blocks * block_size - lengths).mean())
+    blocks, needed = np.zeros_like(lengths), np.zeros_like(lengths)
+    for window in config.sliding_windows:
+        # As CacheConfig.num_blocks_for: the next token sees W - 1 earlier ones, and whole blocks before them are gone.
+        seen = lengths if window is None else np.minimum(lengths, window - 1)
+        blocks += cdiv(lengths, block_size) - (lengths - seen) // block_size
+        needed += seen
+    slots, wasted = blocks * block_size, blocks * block_size - needed
     width = cdiv(config.max_model_len, block_size)
     return BlockSizeCosts(
         block_size=block_size,
-        waste=wasted / float(blocks.mean() * block_size),
-        wasted_slots=wasted,
-        wasted_bytes=wasted * config.bytes_per_token,
-        table_entries=config.num_groups * float(blocks.mean()),
+        waste=float(wasted.sum() / slots.sum()),
+        wasted_slots=float(wasted.mean()),
+        wasted_bytes=float(wasted.mean()) * config.bytes_per_block / config.block_size,
+        table_entries=float(blocks.mean()),
         table_bytes=_INT32_BYTES * config.num_groups * config.max_num_seqs * width,
         blocks_per_step=config.num_groups * config.max_num_seqs / block_size,
         uncached_tokens=(block_size - 1) / 2,

@@ -5,6 +5,7 @@ vmap. Order everywhere: rows ascending, within a row its cache groups ascending,
 release. Invariants 1 - 7 and 9 of docs/block_manager.md; invariants.py states them as code.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -39,19 +40,21 @@ class BlockTable:
     p % block_size. Table [7, 3, 11] with blocks of 4: positions 0, 3, 4, 8, 9 -> slots 28, 31, 12, 44, 45.
 
     Attributes:
-        block_ids: int32 [num_groups, max_num_seqs, max_blocks_per_seq]; the null block past a row's last block.
-        seq_lens: int32 [max_num_seqs] tokens stored per row, 0 for a row that is not in use. A row owns
-            cdiv(seq_len, block_size) blocks per group.
+        block_ids: int32 [num_groups, max_num_seqs, max_blocks_per_seq]; the null block past a row's last block, and in
+            a group with a window for blocks that no later token sees.
+        seq_lens: int32 [max_num_seqs] tokens stored per row, 0 for a row that is not in use.
         block_size: static, tokens per block.
+        sliding_windows: static, per group the window of its layers in tokens, None = full attention.
     """
 
     block_ids: Int32[Array, "G S M"]
     seq_lens: Int32[Array, " S"]
     block_size: int = field(metadata={"static": True})
+    sliding_windows: tuple[int | None, ...] = field(metadata={"static": True})
 
     @property
     def num_blocks(self) -> Int32[Array, " S"]:
-        """Blocks per row and group."""
+        """Logical blocks per row; a group with a window may have given back the first of them."""
         return cdiv(self.seq_lens, self.block_size)
 
 
@@ -80,7 +83,20 @@ def init_table(config: CacheConfig) -> BlockTable:
         block_ids=jnp.full(shape, NULL_BLOCK, jnp.int32),
         seq_lens=jnp.zeros(config.max_num_seqs, jnp.int32),
         block_size=config.block_size,
+        sliding_windows=config.sliding_windows,
     )
+
+
+def first_needed_blocks(
+    lens: Int32[Array, "..."], sliding_windows: Sequence[int | None], block_size: int
+) -> Int32[Array, "G ..."]:
+    """The logical block from which on the token behind `lens` tokens of a row looks, per group; 0 without a window.
+
+    That token sees positions lens - W + 1 ... lens: blocks that end before them are needed no more. Window 8, blocks of
+    4: 0 for 10 tokens, 1 for 11.
+    """
+    seen = [jnp.zeros_like(lens) if w is None else jnp.maximum(lens - (w - 1), 0) for w in sliding_windows]
+    return jnp.stack(seen) // block_size
 
 
 def init(config: CacheConfig) -> tuple[BlockPool, BlockTable]:
@@ -92,9 +108,9 @@ def init(config: CacheConfig) -> tuple[BlockPool, BlockTable]:
 def num_blocks_needed(pool: BlockPool, table: BlockTable, num_new_tokens: Int32[Array, " S"]) -> Int32[Array, "G S"]:
     """Blocks that append_tokens would take for each group and row.
 
-    cdiv(len + new, block_size) - cdiv(len, block_size), plus one where the row would write into a shared, partially
-    filled block. If every holder of that block writes, the highest row keeps it and all others copy: what appending row
-    by row would do.
+    In every group cdiv(len + new, block_size) - cdiv(len, block_size), plus one where the row would write into a
+    shared, partially filled block. If every holder of that block writes, the highest row keeps it and all others copy:
+    what appending row by row would do.
     """
     copies, _, _ = _copies(pool.ref_count, table, num_new_tokens)
     return copies + _growth(table, num_new_tokens)
@@ -280,6 +296,12 @@ def reparent(
     return pool, table, jnp.where(ok, Status.OK, Status.ROW_EMPTY).astype(jnp.int32)
 
 
+def num_prefix_blocks(block_ids: Int32[Array, "G n"]) -> Int32[Array, ""]:
+    """Logical blocks up to the last one that a group has: what `match_prefix` found."""
+    column = jnp.arange(1, block_ids.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(block_ids != NULL_BLOCK, column[None], 0), initial=0)
+
+
 @typed
 def acquire(
     pool: BlockPool, table: BlockTable, row: Int32[Array, ""], block_ids: Int32[Array, "G n"]
@@ -289,13 +311,14 @@ def acquire(
     Args:
         pool, table: may be donated.
         row: int32 [].
-        block_ids: int32 [G, n] full blocks for the row's first tokens in each group, equally many, then null blocks;
-            n <= max_blocks_per_seq. All null: nothing happens.
+        block_ids: int32 [G, n] full blocks for the row's first tokens in each group, up to the same one, then null
+            blocks; n <= max_blocks_per_seq. Null, too, are blocks that a group with a window does not need. All null:
+            nothing happens.
 
     Returns:
         (pool, table, status): ROW_IN_USE if the row holds tokens, NOT_OWNED if a block is free and not cached.
     """
-    num_tokens = jnp.sum(block_ids[0] != NULL_BLOCK, dtype=jnp.int32) * table.block_size
+    num_tokens = num_prefix_blocks(block_ids) * table.block_size
     in_use = (table.seq_lens[row] > 0) & (num_tokens > 0)
     pool, status = acquire_blocks(pool, (block_ids * ~in_use).reshape(-1))
     status = jnp.where(in_use, Status.ROW_IN_USE, status).astype(jnp.int32)
@@ -362,10 +385,11 @@ def truncate(
         new_lens: int32 [S], each in 0 ... seq_lens[s]; equal to seq_lens[s] leaves the row alone.
 
     Returns:
-        (pool, table, status): BAD_LENGTH if a length is out of range.
+        (pool, table, status): BAD_LENGTH if a length is out of range, or so short that a group has given back blocks
+            that the next token would see.
     """
     _check_rows("new_lens", new_lens, table)
-    ok = jnp.all((new_lens >= 0) & (new_lens <= table.seq_lens))
+    ok = jnp.all((new_lens >= 0) & (new_lens <= table.seq_lens)) & _has_needed_blocks(table, new_lens)
     status = jnp.where(ok, Status.OK, Status.BAD_LENGTH).astype(jnp.int32)
     return *_cut(pool, table, jnp.where(ok, new_lens, table.seq_lens)), status
 
@@ -387,6 +411,54 @@ def release(
     ok = ~jnp.any(rows & (table.seq_lens == 0))
     status = jnp.where(ok, Status.OK, Status.ROW_EMPTY).astype(jnp.int32)
     return *_cut(pool, table, jnp.where(rows & ok, 0, table.seq_lens)), status
+
+
+def _has_needed_blocks(table: BlockTable, lens: Array) -> Array:
+    """Whether every row cut to `lens` tokens would have the blocks that its next token sees."""
+    if not any(table.sliding_windows):
+        return jnp.bool_(True)
+    first = first_needed_blocks(lens, table.sliding_windows, table.block_size)
+    row = jnp.arange(lens.shape[0], dtype=jnp.int32)[None]
+    group = jnp.arange(first.shape[0], dtype=jnp.int32)[:, None]
+    has_first = table.block_ids[group, row, jnp.maximum(first, 0)] != NULL_BLOCK
+    return jnp.all(has_first | (first >= cdiv(lens, table.block_size)[None]))
+
+
+def release_out_of_window(
+    pool: BlockPool, table: BlockTable, old_lens: Int32[Array, " S"], *, max_new_tokens: int
+) -> tuple[BlockPool, BlockTable]:
+    """Gives back the blocks that have left the windows of their groups since rows held old_lens tokens.
+
+    Called when a step has read them: the null block takes their place, and the next token sees none of them. Rows that
+    still hold what they gave up in another row keep it. Nothing is refused.
+
+    Args:
+        pool, table: may be donated.
+        old_lens: int32 [S] tokens per row before the step; equal to the table's where nothing happened.
+        max_new_tokens: static bound on one row's new tokens.
+    """
+    windowed = [g for g, w in enumerate(table.sliding_windows) if w is not None]
+    if not windowed:
+        return pool, table
+    windows = [table.sliding_windows[g] for g in windowed]
+    first, end = (first_needed_blocks(n, windows, table.block_size) for n in (old_lens, table.seq_lens))
+
+    def drop(pool: BlockPool, block_ids: Array) -> tuple[BlockPool, Array]:
+        width, num_columns = block_ids.shape[-1], cdiv(max_new_tokens, table.block_size)
+        # Tail first, like all releases.
+        column = end[..., None] - 1 - jnp.arange(num_columns, dtype=jnp.int32)[None, None]
+        leaves = column >= first[..., None]
+        group = jnp.array(windowed, jnp.int32)[:, None, None]
+        row = jnp.arange(old_lens.shape[0], dtype=jnp.int32)[None, :, None]
+        ids, block_ids = read_before_write(block_ids, (group, row, jnp.where(leaves, column, 0)))
+        dropped = leaves & (ids != NULL_BLOCK)
+        block_ids = block_ids.at[group, row, jnp.where(dropped, column, width)].set(NULL_BLOCK, mode="drop")
+        ids, dropped = (x.swapaxes(0, 1).reshape(-1) for x in (jnp.where(dropped, ids, NULL_BLOCK), dropped))
+        pool = replace(pool, ref_count=pool.ref_count.at[ids].add(-dropped.astype(jnp.int32)))
+        return push_free(pool, ids, dropped), block_ids
+
+    pool, block_ids = jax.lax.cond(jnp.any(end > first), drop, lambda *same: same, pool, table.block_ids)
+    return pool, replace(table, block_ids=block_ids)
 
 
 def _cut(pool: BlockPool, table: BlockTable, new_lens: Array) -> tuple[BlockPool, BlockTable]:

@@ -1,5 +1,7 @@
 """Static configuration: frozen, hashable, validated on the host before anything is allocated."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Self
@@ -29,6 +31,28 @@ def cdiv(a, b):
     return (a + b - 1) // b
 
 
+def group_layers(
+    layer_windows: Sequence[int | None],
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
+    """Cache groups for a model whose layer i sees a window of layer_windows[i] tokens (None: all tokens).
+
+    Layers with one window are divided, in order, into groups of equal layer count, the largest count that divides all
+    kinds: with one kind of layer, one group. Gemma 3 270M, 15 windows and 3 full: five groups of three windows and one
+    of three full layers.
+
+    Returns:
+        (layer_groups, sliding_windows) for CacheConfig; groups in the order of their first layers.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(layer_windows):
+        kinds.setdefault(window, []).append(layer)
+    size = math.gcd(*map(len, kinds.values()))
+    groups = sorted(
+        (tuple(layers[i : i + size]), window) for window, layers in kinds.items() for i in range(0, len(layers), size)
+    )
+    return tuple(layers for layers, _ in groups), tuple(window for _, window in groups)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Sizes of the paged K/V memory; everything that must be known before it is allocated.
@@ -47,6 +71,9 @@ class CacheConfig:
         max_num_seqs: rows of the block tables, i.e. sequences that can be held at once.
         layer_groups: layers per cache group, groups of equal layer count, a partition of range(num_layers). Each group
             has a block table of its own over the one pool. Default: one group with all layers.
+        sliding_windows: per group, the window W of its layers: the token at position p sees positions p - W + 1 ... p,
+            and blocks that no later token sees are given back. None: full attention, nothing is given back. Default:
+            None for all groups. `group_layers` makes both from the windows of a model's layers.
     """
 
     num_blocks: int
@@ -59,6 +86,7 @@ class CacheConfig:
     dtype: str = "float32"
     max_num_seqs: int = 16
     layer_groups: tuple[tuple[int, ...], ...] = field(default=())
+    sliding_windows: tuple[int | None, ...] = field(default=())
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -102,10 +130,18 @@ class CacheConfig:
                 f"{owner}.layer_groups must partition range({self.num_layers}) into groups of equal size, got {groups}"
             )
         object.__setattr__(self, "layer_groups", groups)
+        windows = tuple(self.sliding_windows) or (None,) * len(groups)
+        check_positive(owner, **{f"sliding_windows[{g}]": w for g, w in enumerate(windows) if w is not None})
+        if len(windows) != len(groups):
+            raise ValueError(
+                f"{owner}.sliding_windows has {len(windows)} entries for {len(groups)} groups of layers; give one per "
+                "group, None for full attention"
+            )
+        object.__setattr__(self, "sliding_windows", windows)
 
     @property
     def num_groups(self) -> int:
-        """Cache groups; a sequence of L tokens owns num_groups * cdiv(L, block_size) blocks."""
+        """Cache groups."""
         return len(self.layer_groups)
 
     @property
@@ -159,7 +195,7 @@ class CacheConfig:
         check_positive(cls.__name__, num_bytes=num_bytes)
         smallest = cls(num_blocks=2, **sizes)
         num_blocks = num_bytes // smallest.bytes_per_block
-        longest = smallest.num_blocks_for(smallest.max_model_len)
+        longest = smallest.max_blocks_for(smallest.max_model_len, 1)
         if num_blocks - 1 < longest:
             raise ValueError(
                 f"{num_bytes} bytes of K/V memory hold {num_blocks} blocks of {smallest.block_size} tokens "
@@ -171,8 +207,52 @@ class CacheConfig:
         return replace(smallest, num_blocks=min(num_blocks, _MAX_SLOTS // smallest.block_size))
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` stored tokens owns, over all groups."""
-        return self.num_groups * cdiv(num_tokens, self.block_size)
+        """Blocks that a sequence of `num_tokens` stored tokens owns between steps, over all groups.
+
+        Of a window W, cdiv(num_tokens, block_size) less the max(0, num_tokens - W + 1) // block_size blocks that the
+        next token does not see.
+        """
+        gone = (0 if w is None else max(0, num_tokens - w + 1) // self.block_size for w in self.sliding_windows)
+        return sum(cdiv(num_tokens, self.block_size) - n for n in gone)
+
+    def max_blocks_for(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Blocks that a sequence owns at most until it has `num_tokens` tokens, over all groups.
+
+        Each step brings up to max_new_tokens tokens, and while it runs the blocks that leave a window are still there.
+        """
+        return self.max_blocks_for_samples(num_tokens, [num_tokens], max_new_tokens)
+
+    def max_blocks_for_samples(self, num_prompt_tokens: int, seq_lens: Sequence[int], max_new_tokens: int) -> int:
+        """Blocks at most of sequences that fork one prompt and end with these lengths, over all groups.
+
+        Full blocks of the prompt are shared, and all of it before it is left. Prompt 6, blocks of 4, three sequences of
+        12 tokens: 3 blocks each, the first one shared: 1 + 3 * 2 = 7.
+        """
+        in_prompt = num_prompt_tokens // self.block_size
+        total = 0
+        for window in self.sliding_windows:
+            # What a window of tokens can touch when it lies as unluckily as it can.
+            held, grown = (
+                self.max_blocks_per_seq if window is None else cdiv(window + self.block_size - 2 + n, self.block_size)
+                for n in (1, max(1, max_new_tokens))
+            )
+            blocks = [min(cdiv(n, self.block_size), grown) for n in seq_lens]
+            prompt = min(cdiv(num_prompt_tokens, self.block_size), grown)
+            own = [min(cdiv(n, self.block_size) - in_prompt, grown) for n in seq_lens]
+            shared = min(in_prompt, held) + sum(own)
+            total += prompt if max(seq_lens) == num_prompt_tokens else max(prompt, min(sum(blocks), shared))
+        return total
+
+    def longest_sequence(self, max_new_tokens: int, num_blocks: int | None = None) -> int:
+        """Tokens of the longest sequence that a row and num_blocks blocks hold, if it grows by at most max_new_tokens a
+        step. Default: all blocks of the pool."""
+        num_blocks = self.num_blocks - 1 if num_blocks is None else num_blocks
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.max_blocks_for(middle, max_new_tokens) <= num_blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from paged_jax import block_table, prefix_cache
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
 from paged_jax.block_pool import NULL_BLOCK, Status, exclusive_cumsum
-from paged_jax.block_table import Appended, append_tokens
+from paged_jax.block_table import Appended, append_tokens, num_prefix_blocks, release_out_of_window
 from paged_jax.kv_cache import KVCache, copy_blocks
 from paged_jax.logprobs import LogprobsMode, TokenLogprobs, init_logprobs, token_logprobs
 from paged_jax.next_token import NextTokens, next_tokens
@@ -73,7 +73,8 @@ def _compute(
     max_new_tokens: int,
     implementation: str | None,
 ) -> tuple[EngineState, Array]:
-    """Copies on write, runs the model, and publishes the blocks that are full now.
+    """Copies on write, runs the model, publishes the blocks that are full now, and gives back those that have left the
+    windows of their groups.
 
     Args:
         batch, appended: of this step.
@@ -84,13 +85,20 @@ def _compute(
     """
     state = copy_on_write(state, appended, implementation)
     logits, cache = forward(params, batch, state.cache)
-    state, known = replace(state, cache=cache), state.prefix_cache
-    if known is None:
-        return state, logits
+    old_lens = state.table.seq_lens - counts
+    state = _publish(replace(state, cache=cache), batch, old_lens, max_new_tokens)
+    pool, table = release_out_of_window(
+        state.pool, state.table, old_lens, max_new_tokens=appended.slot_mapping.shape[-1]
+    )
+    return replace(state, pool=pool, table=table), logits
 
-    known = prefix_cache.write_tokens(known, batch.token_ids, batch.slot_mapping[0])
-    table = state.table
-    old_lens = table.seq_lens - counts
+
+def _publish(state: EngineState, batch: StepBatch, old_lens: Array, max_new_tokens: int) -> EngineState:
+    """Makes the blocks that this step has filled known to the prefix cache, if there is one."""
+    known, table = state.prefix_cache, state.table
+    if known is None:
+        return state
+    known = prefix_cache.write_tokens(known, batch.token_ids, batch.slot_mapping[known.chain_group])
     known, pool = jax.lax.cond(
         jnp.any(table.seq_lens // table.block_size > old_lens // table.block_size),
         lambda known, pool: prefix_cache.publish(
@@ -100,7 +108,7 @@ def _compute(
         known,
         state.pool,
     )
-    return replace(state, prefix_cache=known, pool=pool), logits
+    return replace(state, prefix_cache=known, pool=pool)
 
 
 def _commit(
@@ -424,10 +432,10 @@ def _acquire_prefix(
     # Blocks that others hold already cost nothing.
     num_shared = jnp.sum((ids != NULL_BLOCK) & (state.pool.ref_count[ids] > 0), dtype=jnp.int32)
     fits = num_blocks - num_shared <= state.pool.num_free
-    pool, table, status = block_table.acquire(state.pool, state.table, row, ids[None] * fits)
+    pool, table, status = block_table.acquire(state.pool, state.table, row, ids * fits)
     status = jnp.where(fits, status, Status.OUT_OF_BLOCKS).astype(jnp.int32)
     is_ok = status == Status.OK
-    num_cached = jnp.sum(ids != 0, dtype=jnp.int32) * state.table.block_size * is_ok
+    num_cached = num_prefix_blocks(ids) * state.table.block_size * is_ok
     counters = replace(
         state.counters,
         queries=state.counters.queries + (num_tokens * is_ok).astype(jnp.uint32),

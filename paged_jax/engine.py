@@ -58,7 +58,7 @@ class LLM:
         decode_steps: decode steps per dispatch while no prompt is stored. Results do not depend on it.
         scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks: as in SchedulerConfig.
         enable_prefix_caching: keep the K/V of full blocks after their requests have ended, until the room is needed,
-            and compute of a new prompt only what is not cached. Works with one cache group.
+            and compute of a new prompt only what is not cached.
         seed: in [0, 2**64), from which requests that bring none get theirs.
         logprobs_mode: log-probabilities of generated tokens are "raw", by the model's logits, or "processed", by what
             the token was drawn from: after the rules of the request, temperature and filters.
@@ -176,7 +176,8 @@ class LLM:
                 together. On a CPU it has no meaning.
             kv_cache_memory_bytes: bytes for K and V, on any device, instead of num_blocks; all of them are used.
             max_num_seqs: sequences in flight at once.
-            max_model_len: longest sequence in tokens, prompt and output. Default: the model's.
+            max_model_len: longest sequence in tokens, prompt and output. Default: the model's, or the longest that the
+                pool holds.
             max_num_batched_tokens: as in LLM(). Default: 256 on a CPU, 2048 elsewhere.
             scheduling_policy, preemption_mode, watermark, priority_reserve, num_host_blocks, enable_prefix_caching,
                 decode_steps, seed, logprobs_mode, implementation: as in LLM().
@@ -440,7 +441,7 @@ class LLM:
             reserve=0 if priority < 0 else int(self.scheduler_config.priority_reserve * capacity),
             bad_words=bad_word_sequences(params.bad_words, self.tokenizer),
         )
-        check_can_ever_fit(request, self.cache_config)
+        check_can_ever_fit(request, self.cache_config, self.max_num_batched_tokens)
         self._num_requests += 1
         self._processor.add(self.core.add(request), self.tokenizer)
 

@@ -201,8 +201,8 @@ class EngineCore:
         """Gives a waiting request rows, and all that the host or the prefix cache has of it, if there is room."""
         request, samples = state.request, state.live_samples
         watermark = int(self._scheduler.watermark * (self._config.num_blocks - 1))
-        need = num_blocks_to_admit(state, self.running, self._config, watermark)
-        own = state.num_blocks_to_start(self._config)
+        need = num_blocks_to_admit(state, self.running, self._config, watermark, self._max_num_batched_tokens)
+        own = state.num_blocks_to_start(self._config, self._max_num_batched_tokens)
         if self.runner.num_free_blocks < need - own:
             return False  # whatever is cached
         for sample, row in zip(samples, rows, strict=True):

@@ -147,19 +147,21 @@ def max_new_tokens(params: SamplingParams | BeamSearchParams, num_prompt_tokens:
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
-def check_can_ever_fit(request: Request, config: CacheConfig) -> None:
+def check_can_ever_fit(request: Request, config: CacheConfig, max_num_batched_tokens: int) -> None:
     """Raises ValueError, with the need and the capacity, if the idle engine could not hold the request."""
     num_samples, num_rows = request.params.n, config.max_num_seqs
     if num_samples > num_rows:
         raise ValueError(f"n={num_samples} samples need as many rows, max_num_seqs={num_rows}; lower n or raise it")
-    need, capacity = request.num_blocks_needed(config), config.num_blocks - 1 - request.reserve
+    need = request.num_blocks_needed(config, max_num_batched_tokens)
+    capacity = config.num_blocks - 1 - request.reserve
     if need > capacity:
         held_back = f" beside the {request.reserve} blocks reserved for priorities below 0" if request.reserve else ""
+        longest = config.longest_sequence(max_num_batched_tokens, capacity)
         raise ValueError(
             f"the request needs {need} blocks of {config.block_size} tokens (a prompt of "
             f"{len(request.prompt_token_ids)} tokens, n={num_samples}, max_tokens={request.max_tokens}), but the pool "
-            f"has only {capacity} = {capacity * config.block_size // config.num_groups} tokens{held_back}; raise "
-            "num_blocks, or lower max_tokens, n or the prompt's length"
+            f"has only {capacity}, one sequence of {longest} tokens{held_back}; raise num_blocks, or lower max_tokens, "
+            "n or the prompt's length"
         )
 
 

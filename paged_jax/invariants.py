@@ -5,7 +5,7 @@ import numpy as np
 from paged_jax.block_pool import CACHED, NULL_BLOCK, UNCACHED, BlockPool
 from paged_jax.block_table import BlockTable
 from paged_jax.config import cdiv
-from paged_jax.prefix_cache import PARENT, SLOT, PrefixCache
+from paged_jax.prefix_cache import GROUP, PARENT, SLOT, PrefixCache
 
 
 class InvariantError(RuntimeError):
@@ -45,8 +45,15 @@ def check_invariants(pool: BlockPool, table: BlockTable, cache: PrefixCache | No
     uses = np.bincount(ids[ids != NULL_BLOCK].ravel(), minlength=num_blocks)
     require((uses == ref).all(), 2, f"ref_count {ref.tolist()} but the tables name the blocks {uses.tolist()} times")
     require(((lens >= 0) & (lens <= width * table.block_size)).all(), 4, f"row lengths {lens.tolist()} out of range")
-    in_use = np.arange(width) < cdiv(lens, table.block_size)[:, None]
-    require(((ids != NULL_BLOCK) == in_use).all(), 4, "a row's blocks are not exactly its first cdiv(len, block_size)")
+    for group, window in enumerate(table.sliding_windows):
+        column, end = np.arange(width), cdiv(lens, table.block_size)[:, None]
+        needed = np.maximum(lens - window + 1, 0)[:, None] // table.block_size if window else np.zeros_like(end)
+        held = ids[group] != NULL_BLOCK
+        first = np.where(held.any(axis=1), held.argmax(axis=1), end[:, 0])[:, None]
+        require(
+            (held == ((first <= column) & (column < end))).all(), 4, "a row's blocks have gaps or reach past its end"
+        )
+        require((first <= np.minimum(needed, end)).all(), 4, f"a row of group {group} lacks blocks that it needs")
     for row in range(len(lens)):
         mine = ids[:, row][ids[:, row] != NULL_BLOCK]
         require(len(set(mine.tolist())) == mine.size, 4, f"row {row} names a block twice: {mine.tolist()}")
@@ -62,6 +69,8 @@ def _check_prefix_cache(uid: np.ndarray, cache: PrefixCache) -> None:
     require(((slots == len(entries)) | (found == cached)).all(), 8, f"entries of blocks {cached.tolist()} name {found}")
     require(uid.max() < int(cache.next_uid), 8, f"uid {uid.max()} is used, the next one is {int(cache.next_uid)}")
     content: dict[int, list[int]] = {}
-    for block in cached:
+    groups = records[cached, GROUP]
+    require(((groups >= 0) & (groups < len(cache.sliding_windows))).all(), 8, f"unknown groups {groups.tolist()}")
+    for block in cached[groups == cache.chain_group]:
         mine = [int(records[block, PARENT]), *tokens[block].tolist()]
         require(content.setdefault(int(uid[block]), mine) == mine, 8, f"uid {uid[block]} has two contents")

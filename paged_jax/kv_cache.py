@@ -30,6 +30,7 @@ class LayerCache:
         k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size]: a value is the stored number times the scale
             of its slot and head. None: the format has no scales.
         group: static, the cache group whose block table and slots this layer uses.
+        sliding_window: static, tokens that the group keeps for a row at least; None: all.
         dtype: static, the storage format, one of CACHE_DTYPES. None: the arrays' own dtype (uint16: bfloat16).
     """
 
@@ -38,6 +39,7 @@ class LayerCache:
     k_scale: Float32[Array, "B K block"] | None = None
     v_scale: Float32[Array, "B K block"] | None = None
     group: int = field(metadata={"static": True})
+    sliding_window: int | None = field(default=None, metadata={"static": True})
     dtype: str | None = field(default=None, metadata={"static": True})
 
 
@@ -55,6 +57,7 @@ class KVCache:
         k_scale, v_scale: for 8-bit formats, one array for each of k and v, float32
             [num_blocks * r, num_kv_heads, kernel_block_size]; else None.
         layer_map: static, (group, array) of each layer.
+        sliding_windows: static, per group the window of its layers in tokens, None = full attention.
         kernel_blocks_per_block: static, r.
         dtype: static, the storage format, as in LayerCache.
     """
@@ -64,6 +67,7 @@ class KVCache:
     k_scale: tuple[Float32[Array, "B K block"], ...] | None = None
     v_scale: tuple[Float32[Array, "B K block"], ...] | None = None
     layer_map: tuple[tuple[int, int], ...] = field(metadata={"static": True})
+    sliding_windows: tuple[int | None, ...] = field(metadata={"static": True})
     kernel_blocks_per_block: int = field(default=1, metadata={"static": True})
     dtype: str | None = field(default=None, metadata={"static": True})
 
@@ -107,6 +111,7 @@ class KVCache:
             k_scale=None if self.k_scale is None else self.k_scale[array],
             v_scale=None if self.v_scale is None else self.v_scale[array],
             group=group,
+            sliding_window=self.sliding_windows[group],
             dtype=self.dtype,
         )
 
@@ -171,6 +176,7 @@ def init_cache(config: CacheConfig) -> KVCache:
         k_scale=scales(),
         v_scale=scales(),
         layer_map=config.layer_map,
+        sliding_windows=config.sliding_windows,
         kernel_blocks_per_block=ratio,
         dtype=config.dtype,
     )

@@ -1,5 +1,6 @@
 """From files to the arguments of LLM: the model, and sizes that suit it and the device."""
 
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 
 from paged_jax.chat import ChatTemplate
-from paged_jax.config import CacheConfig, cdiv, check_positive
+from paged_jax.config import CacheConfig, cdiv, check_positive, group_layers
 
 #: K/V memory on a CPU when neither blocks nor bytes are given.
 _DEFAULT_CPU_CACHE_BYTES = 1 << 30
@@ -34,12 +35,16 @@ def pretrained_arguments(
     _check_memory(num_blocks, gpu_memory_utilization, kv_cache_memory_bytes)
     model = load_model(path_or_name, dtype=None if dtype == "auto" else dtype)
     limit = model.config.max_position_embeddings
+    takes_what_fits = max_model_len is None
     max_model_len = limit if max_model_len is None else max_model_len
     check_positive("from_pretrained()", max_model_len=max_model_len)
     if max_model_len > limit:
         raise ValueError(f"max_model_len={max_model_len} exceeds the model's {limit} positions; lower it")
+    layer_groups, sliding_windows = group_layers(model.config.layer_windows)
     sizes = {
         "num_layers": model.config.num_layers,
+        "layer_groups": layer_groups,
+        "sliding_windows": sliding_windows,
         "num_kv_heads": model.config.num_kv_heads,
         "head_dim": model.config.head_dim,
         "max_blocks_per_seq": cdiv(max_model_len, block_size),
@@ -50,14 +55,21 @@ def pretrained_arguments(
     template = model.chat_template and ChatTemplate(
         source=model.chat_template, bos_token=model.bos_token or "", eos_token=model.eos_token or ""
     )
-    if kv_cache_memory_bytes is not None:
-        cache_config = CacheConfig.with_memory(kv_cache_memory_bytes, **sizes)
-    else:
-        if num_blocks is None:
-            num_blocks = _default_num_blocks(CacheConfig(num_blocks=2, **sizes), gpu_memory_utilization)
-        cache_config = CacheConfig(num_blocks=num_blocks, **sizes)
     if max_num_batched_tokens is None:
         max_num_batched_tokens = 256 if on_cpu else 2048
+    check_positive("from_pretrained()", max_num_batched_tokens=max_num_batched_tokens)
+    if kv_cache_memory_bytes is not None and not takes_what_fits:
+        cache_config = CacheConfig.with_memory(kv_cache_memory_bytes, **sizes)
+    else:
+        smallest = CacheConfig(num_blocks=2, **sizes)
+        if kv_cache_memory_bytes is not None:
+            num_blocks = max(2, kv_cache_memory_bytes // smallest.bytes_per_block)
+        elif num_blocks is None:
+            num_blocks = _default_num_blocks(smallest, gpu_memory_utilization, max_num_batched_tokens)
+        cache_config = replace(smallest, num_blocks=num_blocks)
+    if takes_what_fits:
+        max_model_len = max(1, cache_config.longest_sequence(max_num_batched_tokens))
+        cache_config = replace(cache_config, max_blocks_per_seq=cdiv(max_model_len, block_size))
     return {
         "forward": model.forward,
         "params": model.params,
@@ -85,7 +97,7 @@ def _check_memory(num_blocks: int | None, gpu_memory_utilization: float, kv_cach
             )
 
 
-def _default_num_blocks(sizes: CacheConfig, gpu_memory_utilization: float) -> int:
+def _default_num_blocks(sizes: CacheConfig, gpu_memory_utilization: float, max_num_batched_tokens: int) -> int:
     """Blocks for max_num_seqs sequences of full length, or as many as the default memory holds."""
     device = jax.devices()[0]
     budget = _DEFAULT_CPU_CACHE_BYTES
@@ -98,5 +110,5 @@ def _default_num_blocks(sizes: CacheConfig, gpu_memory_utilization: float) -> in
             f"{2 * sizes.bytes_per_block}: raise gpu_memory_utilization={gpu_memory_utilization}, give "
             "kv_cache_memory_bytes, or lower block_size"
         )
-    wanted = 1 + sizes.max_num_seqs * sizes.num_blocks_for(sizes.max_model_len)
+    wanted = 1 + sizes.max_num_seqs * sizes.max_blocks_for(sizes.max_model_len, max_num_batched_tokens)
     return min(wanted, budget // sizes.bytes_per_block)

@@ -60,18 +60,12 @@ class Request:
     reserve: int
     bad_words: tuple[tuple[int, ...], ...] = ()
 
-    def num_blocks_needed(self, config: CacheConfig) -> int:
-        """Blocks that it owns at its longest. The last token of a sample is never stored."""
+    def num_blocks_needed(self, config: CacheConfig, max_num_batched_tokens: int) -> int:
+        """Blocks that it owns at most. The last token of a sample is never stored."""
         num_tokens = len(self.prompt_token_ids) + self.max_tokens - 1
-        return _num_blocks(len(self.prompt_token_ids), [num_tokens] * self.params.n, config)
-
-
-def _num_blocks(num_prompt_tokens: int, seq_lens: Sequence[int], config: CacheConfig) -> int:
-    """Blocks of samples with these lengths: full blocks of the prompt are shared, and all of it before it is left."""
-    if max(seq_lens) == num_prompt_tokens:
-        return config.num_blocks_for(num_prompt_tokens)
-    shared = config.num_groups * (num_prompt_tokens // config.block_size)
-    return shared + sum(config.num_blocks_for(n) - shared for n in seq_lens)
+        return config.max_blocks_for_samples(
+            len(self.prompt_token_ids), [num_tokens] * self.params.n, max_num_batched_tokens
+        )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -158,21 +152,22 @@ class RequestState:
         is_leader = sample is self.live_samples[0]
         return len(self.request.prompt_token_ids) - sample.num_computed_tokens if is_leader else 0
 
-    def num_blocks_to_start(self, config: CacheConfig) -> int:
-        """Blocks that it owns when it next generates."""
+    def num_blocks_to_start(self, config: CacheConfig, max_num_batched_tokens: int) -> int:
+        """Blocks that it owns at most until it next generates."""
         lengths = [self.num_tokens(s) for s in self.live_samples]
-        return _num_blocks(len(self.request.prompt_token_ids), lengths, config)
+        return config.max_blocks_for_samples(len(self.request.prompt_token_ids), lengths, max_num_batched_tokens)
 
-    def num_blocks_promised(self, config: CacheConfig) -> int:
+    def num_blocks_promised(self, config: CacheConfig, max_num_batched_tokens: int) -> int:
         """Of these, blocks that it has been admitted for and does not own yet."""
         if all(s.is_active for s in self.live_samples):
             return 0
         prompt = len(self.request.prompt_token_ids)
         if not self.is_forked:
-            return self.num_blocks_to_start(config) - config.num_blocks_for(self.live_samples[0].num_computed_tokens)
+            owned = config.num_blocks_for(self.live_samples[0].num_computed_tokens)
+            return self.num_blocks_to_start(config, max_num_batched_tokens) - owned
         # A forked row copies the last block of the prompt, if that is not full, before it writes.
         return sum(
-            config.num_blocks_for(self.num_tokens(s))
+            config.max_blocks_for(self.num_tokens(s), max_num_batched_tokens)
             - config.num_blocks_for(s.num_computed_tokens)
             + config.num_groups * (s.num_computed_tokens == prompt and prompt % config.block_size > 0)
             for s in self.live_samples
@@ -226,17 +221,21 @@ def start_order(request: RequestState, policy: str) -> tuple[float, ...]:
 
 
 def num_blocks_to_admit(
-    request: RequestState, running: Sequence[RequestState], config: CacheConfig, watermark: int
+    request: RequestState,
+    running: Sequence[RequestState],
+    config: CacheConfig,
+    watermark: int,
+    max_num_batched_tokens: int,
 ) -> int:
     """Free blocks that there must be before the request starts.
 
     Its own until it generates, and its reserve; unless nothing runs, those promised to running requests, the watermark
     and, if it was preempted, a block for the next growth of every row: it shall not have to leave again at once.
     """
-    need = request.num_blocks_to_start(config) + request.request.reserve
+    need = request.num_blocks_to_start(config, max_num_batched_tokens) + request.request.reserve
     if not running:
         return need
-    need += sum(r.num_blocks_promised(config) for r in running)
+    need += sum(r.num_blocks_promised(config, max_num_batched_tokens) for r in running)
     if request.is_preempted:
         need += config.num_groups * sum(len(r.live_samples) for r in [request, *running])
     return need + watermark

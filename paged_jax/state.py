@@ -182,9 +182,6 @@ def init_state(
         enable_prefix_caching: keep what full blocks hold, for `acquire_prefix`.
         vocab_size: tokens of the model; with it the state has tables for the rules of SamplingParams (bias, allowed
             ids, bad words, min_tokens, penalties), without it steps do not look at them.
-
-    Raises:
-        ValueError: prefix caching with several cache groups.
     """
     pool, table = block_table.init(config)
     num_rows = config.max_num_seqs

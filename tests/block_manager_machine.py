@@ -1,7 +1,7 @@
 """The stateful property test of the block manager: every rule runs on the arrays and on the plain model.
 
-Subclasses choose the implementation under test (`manager`), the number of cache groups, and whether there is a prefix
-cache.
+Subclasses choose the implementation under test (`manager`), the windows of the cache groups, and whether there is a
+prefix cache.
 """
 
 from types import SimpleNamespace
@@ -27,12 +27,13 @@ def jitted(block_pool, block_table, prefix_cache) -> SimpleNamespace:
 
     def admit(cache, pool, table, row, tokens, num_tokens, namespace):
         hits = prefix_cache.match_prefix(cache, pool, tokens, num_tokens, namespace)
-        return *block_table.acquire(pool, table, row, hits[None]), hits
+        return *block_table.acquire(pool, table, row, hits), hits
 
     def store(cache, pool, table, appended, tokens, old_lens, namespaces, publishes):
         """What a step does after it appended: copies, writes, and publication before anything else happens."""
-        cache = prefix_cache.copy_tokens(cache, appended.copy_src[0], appended.copy_dst[0])
-        cache = prefix_cache.write_tokens(cache, tokens.reshape(-1), appended.slot_mapping[0].reshape(-1))
+        cache = prefix_cache.copy_tokens(cache, appended.copy_src.reshape(-1), appended.copy_dst.reshape(-1))
+        slots = appended.slot_mapping[cache.chain_group]
+        cache = prefix_cache.write_tokens(cache, tokens.reshape(-1), slots.reshape(-1))
         published = prefix_cache.publish(cache, pool, table, old_lens, namespaces, max_new_tokens=tokens.size)
         return jax.lax.cond(publishes, lambda: published, lambda: (cache, pool))
 
@@ -44,6 +45,7 @@ def jitted(block_pool, block_table, prefix_cache) -> SimpleNamespace:
         fork=jax.jit(block_table.fork),
         reparent=jax.jit(block_table.reparent),
         truncate=jax.jit(block_table.truncate),
+        leave=jax.jit(block_table.release_out_of_window, static_argnames="max_new_tokens"),
         release=jax.jit(block_table.release),
         needed=jax.jit(block_table.num_blocks_needed),
         admit=jax.jit(admit),
@@ -61,7 +63,7 @@ def as_bytes(tree) -> list[bytes]:
 
 class BlockManagerMachine(RuleBasedStateMachine):
     manager = REAL
-    num_groups = 1
+    windows = (None,)
     num_blocks = 15
     has_cache = False
 
@@ -69,17 +71,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self):
         config = CacheConfig(
             num_blocks=self.num_blocks,
-            num_layers=self.num_groups,
+            num_layers=len(self.windows),
             num_kv_heads=1,
             head_dim=1,
             block_size=BLOCK_SIZE,
             max_num_seqs=NUM_ROWS,
             max_blocks_per_seq=WIDTH,
-            layer_groups=tuple((g,) for g in range(self.num_groups)),
+            layer_groups=tuple((g,) for g in range(len(self.windows))),
+            sliding_windows=self.windows,
         )
         self.pool, self.table = self.manager.init(config)
         self.cache = self.manager.init_cache(config) if self.has_cache else None
-        self.plain = PlainBlockManager(self.num_blocks, BLOCK_SIZE, NUM_ROWS, WIDTH, self.num_groups)
+        self.plain = PlainBlockManager(self.num_blocks, BLOCK_SIZE, NUM_ROWS, WIDTH, self.windows)
         # What K and V of a slot would depend on: the namespace and all tokens up to this one.
         self.content = np.full(self.num_blocks * BLOCK_SIZE, None, object)
         self.next_token = 0
@@ -92,6 +95,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
     )
     def append(self, counts, reserve):
         self._append(counts, reserve)
+
+    @rule(
+        counts=st.lists(st.sampled_from([0, 1, 2, 4, 7]), min_size=NUM_ROWS, max_size=NUM_ROWS),
+        kept=st.integers(0, 3),
+    )
+    def append_and_cut(self, counts, kept):
+        """Speculation: what was appended is cut again, before anything leaves a window."""
+        old_lens = [len(t) for t in self.plain.tokens]
+        appended = self._grow(counts, 0)
+        if self.status == "OK":
+            self._store(appended, old_lens, True)
+            self._truncate([n + min(c, kept) for n, c in zip(old_lens, counts, strict=True)])
+            assert self.status == "OK"
+        self._leave(old_lens)
 
     @rule()
     def decode(self):
@@ -163,7 +180,25 @@ class BlockManagerMachine(RuleBasedStateMachine):
             lambda p: p.release(chosen), lambda: self.manager.release(self.pool, self.table, np.array(chosen, bool))
         )
 
-    def _append(self, counts, reserve, new=None):
+    def _append(self, counts, reserve, new=None, publishes=True):
+        """A step: room, copies and writes, publication, and last what has left a window goes."""
+        old_lens = [len(t) for t in self.plain.tokens]
+        appended = self._grow(counts, reserve, new)
+        if self.status == "OK":
+            self._store(appended, old_lens, publishes)
+        self._leave(old_lens)
+
+    def _store(self, appended, old_lens, publishes):
+        """For the prefix cache."""
+
+    def _leave(self, old_lens):
+        """The end of a step: blocks that left a window go. Lengths may have been cut since the step began."""
+        old = np.minimum(old_lens, [len(t) for t in self.plain.tokens]).astype(np.int32)
+        self.pool, self.table = self.manager.leave(self.pool, self.table, old, max_new_tokens=MAX_NEW)
+        self.plain.leave()
+        self._check()
+
+    def _grow(self, counts, reserve, new=None):
         counted = np.array(counts, np.int32)
         needed = int(np.sum(self.manager.needed(self.pool, self.table, counted)))
         new = new or [[self.next_token + 100 * row + i for i in range(max(c, 0))] for row, c in enumerate(counts)]
@@ -220,8 +255,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seen = set()
         for row, tokens in enumerate(new):
             assert not slots[:, row, len(tokens) :].any()  # padding goes to the null block
-            contents = self._contents(row)[len(self.plain.tokens[row]) - len(tokens) :]
-            for group in range(self.num_groups):
+            for group in range(len(self.windows)):
+                contents = self._contents(group, row)[len(self.plain.tokens[row]) - len(tokens) :]
                 for content, slot in zip(contents, slots[group, row], strict=False):
                     # Invariant 6: written blocks have one owner and no identity.
                     assert refs[slot // BLOCK_SIZE] == 1
@@ -230,10 +265,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
                     seen.add(slot)
                     self.content[slot] = content
 
-    def _contents(self, row):
+    def _contents(self, group, row):
         """What K and V of the row's slots must depend on."""
         tokens = self.plain.tokens[row]
-        return [(self.plain.namespaces[row], *tokens[: i + 1]) for i in range(len(tokens))]
+        return [(group, self.plain.namespaces[row], *tokens[: i + 1]) for i in range(len(tokens))]
 
     def _check(self):
         pool, table, cache = jax.device_get((self.pool, self.table, self.cache))
@@ -247,18 +282,26 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ids, lens = table.block_ids, table.seq_lens
         for row, tokens in enumerate(plain.tokens):
             assert lens[row] == len(tokens)
-            for group in range(self.num_groups):
+            for group in range(len(self.windows)):
                 mine = plain.blocks[group][row]
                 assert ids[group, row].tolist() == mine + [0] * (WIDTH - len(mine))
-                position = np.arange(len(tokens))
+                seen = plain.first_needed(group, len(tokens)) * BLOCK_SIZE
+                position = np.arange(seen, len(tokens))
                 slots = ids[group, row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 # Every row reads back what it stored, or what was stored for it: invariant 8.
-                assert self.content[slots].tolist() == self._contents(row)
+                assert self.content[slots].tolist() == self._contents(group, row)[seen:]
 
 
 class TwoGroupsMachine(BlockManagerMachine):
-    num_groups = 2
+    windows = (None, None)
     num_blocks = 25
+
+
+class WindowsMachine(BlockManagerMachine):
+    """Three groups: one keeps everything, the others two blocks or so, and next to nothing."""
+
+    windows = (5, None, 2)
+    num_blocks = 31
 
 
 class CachingMachine(BlockManagerMachine):
@@ -329,24 +372,15 @@ class CachingMachine(BlockManagerMachine):
         tokens = np.array(prompt + [1] * (CAPACITY - len(prompt)), np.int32)
         arguments = (np.int32(row), tokens, np.int32(len(prompt)), np.int32(namespace))
         *state, hits = self.manager.admit(self.cache, self.pool, self.table, *arguments)
-        hits = [int(b) for b in hits if b]
+        length = int(np.max(np.nonzero(hits)[1], initial=-1)) + 1
+        hits = np.asarray(hits)[:, :length].tolist()
         predicted = self.plain.match(namespace, prompt)
-        assert hits == predicted if self.is_exact else len(hits) <= len(predicted)
+        assert hits == predicted if self.is_exact else length <= len(predicted[0])
         # Whether the blocks hold this prompt in this namespace is seen when the row is read back.
         self._run(lambda p: p.acquire(row, prompt, hits), lambda: state)
 
-    def _append(self, counts, reserve, new=None):
-        """Also for the rules of the machine without a cache, whose tokens are new ones all the time."""
-        old_lens = [len(t) for t in self.plain.tokens]
-        appended = super()._append(counts, reserve, new)
-        if self.status == "OK":
-            self._store(appended, old_lens, True)
-
     def _step(self, new, publishes):
-        old_lens = [len(t) for t in self.plain.tokens]
-        appended = super()._append([len(n) for n in new], 0, new)
-        if self.status == "OK":
-            self._store(appended, old_lens, publishes)
+        self._append([len(n) for n in new], 0, new, publishes)
 
     def _store(self, appended, old_lens, publishes):
         tokens = np.zeros((NUM_ROWS, MAX_NEW), np.int32)
@@ -370,8 +404,10 @@ class CachingMachine(BlockManagerMachine):
         self._remember()
         self._check()
         known = np.asarray(self.cache.token_ids)
-        for ids, mine in zip(self.plain.blocks[0], self.plain.tokens, strict=True):
-            assert known[ids].ravel()[: len(mine)].tolist() == mine
+        for ids, mine in zip(self.plain.blocks[self.plain.chain], self.plain.tokens, strict=True):
+            for i, block in enumerate(ids):
+                part = mine[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+                assert not block or known[block, : len(part)].tolist() == part
 
     def _believe_what_was_published(self, before):
         """A collision may keep a block unknown or part equal contents, never more; uids are not predicted."""
@@ -388,3 +424,22 @@ class CachingMachine(BlockManagerMachine):
             text = tokens + [1] * (CAPACITY - len(tokens))
             if tokens and max(tokens) <= 1 and text not in self.texts:
                 self.texts = [*self.texts[-7:], text]
+
+
+class WindowsCachingMachine(CachingMachine):
+    windows = (5, None, 2)
+    num_blocks = 31
+
+
+class OnlyWindowsCachingMachine(CachingMachine):
+    """No group keeps everything: chains are followed in the larger window."""
+
+    windows = (4, 7)
+    num_blocks = 25
+
+
+class TinyWindowsCachingMachine(CachingMachine):
+    """A block may leave its window before the next one is full: then that one's chain is unknown."""
+
+    windows = (3, 2)
+    num_blocks = 25

@@ -15,15 +15,16 @@ class PlainBlockManager:
     block_size: int
     num_rows: int
     max_blocks_per_seq: int
-    num_groups: int = 1
+    windows: tuple[int | None, ...] = (None,)  # [group]
     free: list[int] = field(default_factory=list)  # uncached, first to be reused
     cached: list[int] = field(default_factory=list)  # free and cached, reused when no other is left
     refs: dict[int, int] = field(default_factory=dict)
-    blocks: list[list[list[int]]] = field(default_factory=list)  # [group][row] -> ids
+    blocks: list[list[list[int]]] = field(default_factory=list)  # [group][row] -> ids, 0 where one left the window
     tokens: list[list[int]] = field(default_factory=list)  # [row] -> the tokens it must read back
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination) of the last append
     namespaces: list[int] = field(default_factory=list)  # [row]
     uids: dict[int, int] = field(default_factory=dict)  # block -> identity of its content
+    groups: dict[int, int] = field(default_factory=dict)  # block -> the group that it was last used for
     records: dict[int, tuple] = field(
         default_factory=dict
     )  # block -> (namespace and tokens up to its end, parent's uid)
@@ -48,12 +49,35 @@ class PlainBlockManager:
             copies=list(self.copies),
             namespaces=list(self.namespaces),
             uids=dict(self.uids),
+            groups=dict(self.groups),
             records=dict(self.records),
         )
 
     @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
     def num_free(self) -> int:
         return len(self.free) + len(self.cached)
+
+    def first_needed(self, group: int, length: int) -> int:
+        """The first block of which the token behind `length` tokens sees one."""
+        window = self.windows[group]
+        return next(
+            i
+            for i in range(length + 1)
+            if window is None or any(p > length - window for p in range(i * self.block_size, (i + 1) * self.block_size))
+        )
+
+    def leave(self) -> None:
+        """Blocks that no later token sees go, row by row, group by group, the tail first."""
+        for row, tokens in enumerate(self.tokens):
+            for group, rows in enumerate(self.blocks):
+                for i in reversed(range(min(self.first_needed(group, len(tokens)), len(rows[row])))):
+                    if rows[row][i]:
+                        self._drop(rows[row][i])
+                        rows[row][i] = 0
 
     def append(self, new: list[list[int]], max_new: int, reserve: int = 0) -> None:
         if any(len(n) > max_new for n in new):
@@ -66,29 +90,30 @@ class PlainBlockManager:
         self.copies = []
         for row, tokens in enumerate(new):
             for group in range(self.num_groups):
-                self._append_row(self.blocks[group][row], len(self.tokens[row]), len(tokens))
+                self._append_row(group, self.blocks[group][row], len(self.tokens[row]), len(tokens))
             self.tokens[row] = self.tokens[row] + tokens
         taken = free_before - self.num_free
         if taken and self.num_free < reserve:
             raise Refused("OUT_OF_BLOCKS")
 
-    def _append_row(self, ids: list[int], length: int, count: int) -> None:
+    def _append_row(self, group: int, ids: list[int], length: int, count: int) -> None:
         if count and length % self.block_size and self.refs[ids[-1]] > 1:
             source = ids.pop()
             self.refs[source] -= 1
-            ids.append(self._take())
+            ids.append(self._take(group))
             self.copies.append((source, ids[-1]))
         elif count and length % self.block_size:
             self.uids.pop(ids[-1], None)  # it is going to hold something else
         while len(ids) * self.block_size < length + count:
-            ids.append(self._take())
+            ids.append(self._take(group))
 
-    def _take(self) -> int:
+    def _take(self, group: int) -> int:
         if not self.num_free:
             raise Refused("OUT_OF_BLOCKS")
         block = (self.free or self.cached).pop(0)
         self.uids.pop(block, None)
         self.refs[block] = 1
+        self.groups[block] = group
         return block
 
     def fork(self, parents: list[int]) -> None:
@@ -102,7 +127,7 @@ class PlainBlockManager:
             self.namespaces[row] = self.namespaces[parents[row]]
             for group in self.blocks:
                 group[row] = list(group[parents[row]])
-                for block in group[row]:
+                for block in filter(None, group[row]):
                     self.refs[block] += 1
 
     def reparent(self, parents: list[int]) -> None:
@@ -117,11 +142,11 @@ class PlainBlockManager:
         for group, rows in zip(self.blocks, old, strict=True):
             group[:] = [[*[*rows, []][parent]] for parent in parents]
             for ids in group:
-                for block in ids:
+                for block in filter(None, ids):
                     self.refs[block] += 1
         for row in range(self.num_rows):
             for rows in old:
-                for block in reversed(rows[row]):
+                for block in filter(None, reversed(rows[row])):
                     self._drop(block)
 
     def _drop(self, block: int) -> None:
@@ -133,21 +158,33 @@ class PlainBlockManager:
         if any(not 0 <= n <= len(t) for n, t in zip(lens, self.tokens, strict=True)):
             raise Refused("BAD_LENGTH")
         for row, length in enumerate(lens):
+            for group, rows in enumerate(self.blocks):
+                needed = rows[row][self.first_needed(group, length) : -(-length // self.block_size)]
+                if not all(needed):
+                    raise Refused("BAD_LENGTH")
+        for row, length in enumerate(lens):
             self.tokens[row] = self.tokens[row][:length]
             for group in self.blocks:
                 while (len(group[row]) - 1) * self.block_size >= length and group[row]:
-                    self._drop(group[row].pop())
+                    block = group[row].pop()
+                    if block:
+                        self._drop(block)
 
     def release(self, rows: list[bool]) -> None:
         if any(chosen and not t for chosen, t in zip(rows, self.tokens, strict=True)):
             raise Refused("ROW_EMPTY")
         self.truncate([0 if chosen else len(t) for chosen, t in zip(rows, self.tokens, strict=True)])
 
-    # -- the prefix cache, for one group ------------------------------------------------------------------------------
+    # -- the prefix cache ---------------------------------------------------------------------------------------------
+
+    @property
+    def chain(self) -> int:
+        """The group whose blocks stay longest."""
+        return self.windows.index(None if None in self.windows else max(self.windows))
 
     def publish(self, old_lens: list[int]) -> None:
         for row, old in enumerate(old_lens):
-            tokens, ids = self.tokens[row], self.blocks[0][row]
+            tokens, ids = self.tokens[row], self.blocks[self.chain][row]
             for i in range(old // self.block_size, len(tokens) // self.block_size):
                 parent = self.uids.get(ids[i - 1], 0) if i else self._root(self.namespaces[row])
                 if parent:
@@ -155,29 +192,39 @@ class PlainBlockManager:
                     uid, of_uid = self._newest(chain)
                     if not uid or self.records[of_uid][1] != parent:
                         uid, self.next_uid = self.next_uid, self.next_uid + 1
-                    self.uids[ids[i]], self.records[ids[i]] = uid, (chain, parent)
+                    for group in self.blocks:
+                        self.uids[group[row][i]], self.records[group[row][i]] = uid, (chain, parent)
 
-    def match(self, namespace: int, tokens: list[int]) -> list[int]:
+    def match(self, namespace: int, tokens: list[int]) -> list[list[int]]:
+        """[group] -> blocks, all of one length."""
         hits, before = [], self._root(namespace)
         for i in range((len(tokens) - 1) // self.block_size):
             uid, block = self._newest((namespace, *tokens[: (i + 1) * self.block_size]))
             if not uid or self.records[block][1] != before:
                 break
-            hits.append(block)
+            hits.append([self._with_uid(group, uid) for group in range(self.num_groups)])
             before = uid
-        return hits
+        for length in range(len(hits), 0, -1):
+            first = [self.first_needed(group, length * self.block_size) for group in range(self.num_groups)]
+            found = [[0] * f + [h[g] for h in hits[f:length]] for g, f in enumerate(first)]
+            if all(all(found[g][f:]) for g, f in enumerate(first)):
+                return found
+        return [[] for _ in self.blocks]
 
-    def acquire(self, row: int, tokens: list[int], hits: list[int]) -> None:
-        if hits and self.tokens[row]:
+    def acquire(self, row: int, tokens: list[int], hits: list[list[int]]) -> None:
+        held = [b for ids in hits for b in ids if b]
+        if held and self.tokens[row]:
             raise Refused("ROW_IN_USE")
-        if any(not self.refs[b] and b not in self.uids for b in hits):
+        if any(not self.refs[b] and b not in self.uids for b in held):
             raise Refused("NOT_OWNED")
-        for block in hits:
+        for block in held:
             self.refs[block] += 1
             if block in self.cached:
                 self.cached.remove(block)
-        if hits:
-            self.blocks[0][row], self.tokens[row] = list(hits), tokens[: len(hits) * self.block_size]
+        if held:
+            self.tokens[row] = tokens[: len(hits[0]) * self.block_size]
+            for group, ids in zip(self.blocks, hits, strict=True):
+                group[row] = list(ids)
 
     def reset(self) -> None:
         if self.num_free < self.num_blocks - 1:
@@ -186,7 +233,11 @@ class PlainBlockManager:
 
     def _newest(self, chain: tuple) -> tuple[int, int]:
         """(uid, block) of the newest content that is this chain; the highest block if several have it."""
-        return max(((u, b) for b, u in self.uids.items() if self.records[b][0] == chain), default=(0, 0))
+        mine = ((u, b) for b, u in self.uids.items() if self.groups[b] == self.chain)
+        return max(((u, b) for u, b in mine if self.records[b][0] == chain), default=(0, 0))
+
+    def _with_uid(self, group: int, uid: int) -> int:
+        return max((b for b, u in self.uids.items() if u == uid and self.groups[b] == group), default=0)
 
     @staticmethod
     def _root(namespace: int) -> int:

@@ -4,10 +4,15 @@
 * ORACLE: a model that reads its own past back through the block table and emits token 0 at any slip.
 * POISON: NaN in every slot that holds no live token, garbage in every dead table entry.
 * AUDIT: the block manager's invariants, checked after each step.
+
+The environment variable TEST_CACHE chooses the cache that they run on, for whole test files at once: "full" (float32,
+one group), "windows" (a group with full attention and one with a window of WINDOW tokens) or "int8". Engines then have as
+many blocks per group as a test asks for.
 """
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +20,27 @@ import numpy as np
 from flax import nnx
 
 from models.llama import LlamaConfig, LlamaForward, init_params
-from paged_jax import LLM, CacheConfig, Status
+from paged_jax import LLM, CacheConfig, Status, group_layers
 from paged_jax.invariants import check_invariants
 from paged_jax.kv_cache import write_kv
 
 VOCAB = 97
-CACHE_OPTIONS = ("max_num_seqs", "max_blocks_per_seq", "dtype", "kernel_block_size")
+CACHE = os.environ.get("TEST_CACHE", "full")
+assert CACHE in ("full", "windows", "int8"), CACHE
+WINDOW = 6
 
 # -- TINY and DENSE --------------------------------------------------------------------------------------------------
 
-TINY_CONFIG = LlamaConfig(
+
+class MixedConfig(LlamaConfig):
+    """The first layer sees everything, the second a window."""
+
+    @property
+    def layer_windows(self):
+        return (None, WINDOW)
+
+
+TINY_CONFIG = (MixedConfig if CACHE == "windows" else LlamaConfig)(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -60,19 +76,29 @@ def _rotate(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def _stored(x):
+    """K or V [T, heads, H] as the cache gives them back."""
+    if CACHE != "int8":
+        return x
+    highest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.where(highest > 0, highest / 127, 1)
+    return jnp.clip(jnp.round(x / scale), -127, 127) * scale
+
+
 @jax.jit
 def _dense(params, token_ids):
     c = TINY_CONFIG
     x = params["embedding"][token_ids]
-    causal = np.tril(np.ones((len(token_ids),) * 2, bool))[None]
+    distance = np.arange(len(token_ids))[:, None] - np.arange(len(token_ids))[None]
     for layer in range(c.num_layers):
+        visible = ((distance >= 0) & (distance < (c.layer_windows[layer] or len(token_ids))))[None]
         p = params["layers"][layer]
         qkv = _norm(x, p["attention_norm"]["weight"]) @ p["attention"]["qkv"]["kernel"]
         q, k, v = jnp.split(qkv.reshape(len(token_ids), -1, c.head_dim), [c.num_heads, c.num_heads + c.num_kv_heads], 1)
         group = c.num_heads // c.num_kv_heads
-        k, v = jnp.repeat(_rotate(k), group, axis=1), jnp.repeat(v, group, axis=1)
+        k, v = jnp.repeat(_stored(_rotate(k)), group, axis=1), jnp.repeat(_stored(v), group, axis=1)
         scores = jnp.einsum("qnh,knh->nqk", _rotate(q), k) / np.sqrt(c.head_dim)
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
         x = x + jnp.einsum("nqk,knh->qnh", weights, v).reshape(x.shape) @ p["attention"]["out"]["kernel"]
         gate, up = jnp.split(_norm(x, p["mlp_norm"]["weight"]) @ p["mlp"]["gate_up"]["kernel"], 2, axis=1)
         x = x + (jax.nn.silu(gate) * up) @ p["mlp"]["down"]["kernel"]
@@ -120,47 +146,45 @@ def oracle_tokens(prompt, num_tokens: int) -> list[int]:
 
 
 def oracle_forward(params, batch, cache):
-    """Stores (domain, position, token) per slot and reads all of a row's slots back through its block table.
+    """Stores (domain, position, token) per slot and reads what a row sees back through its block table, layer by layer.
 
     The domain is the row's first token: tests give every request another one. Any slot that does not hold the right
-    domain and position, or any token that is written twice, changes what is emitted. Numbers up to 127, and the scales
-    1 and 2 in turn, are exact in int8: numbers that part from their scales are noticed.
+    domain and position, or any token that is written twice, changes what is emitted. Each number is a head of its own,
+    so that formats with scales keep it exactly.
     """
-    layer = cache.layer(0)
-    is_scaled = layer.k_scale is not None
-    num_rows, block_size = batch.seq_lens.shape[0], layer.k.shape[1]
-    table = batch.block_tables[0]
+    num_rows, block_size = batch.seq_lens.shape[0], cache.kernel_block_size
     token = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32)
     row = token
     if batch.query_start_loc is not None:
         row = jnp.minimum(jnp.sum(token[:, None] >= batch.query_start_loc[None, 1:], axis=1), num_rows - 1)
 
-    def stored(domain):
-        record = jnp.stack([domain, batch.positions, batch.token_ids], axis=1).astype(jnp.float32)
-        if is_scaled:
-            largest = jnp.full_like(record[:, :1], 127)
-            record = jnp.concatenate([record, largest], axis=1) * (1.0 + batch.positions % 2)[:, None]
-        return write_kv(layer, record[:, None], record[:, None], batch.slot_mapping[0])
+    def stored(layer, domain):
+        record = jnp.stack([domain, batch.positions, batch.token_ids], axis=1).astype(jnp.float32)[..., None]
+        return write_kv(layer, record, record, batch.slot_mapping[layer.group])
 
-    def read(cached):
-        numbers = cached.k[table[row]].reshape(token.shape[0], -1, cached.k.shape[3])[..., :3].astype(jnp.int32)
-        if not is_scaled:
-            return numbers  # [T, M * block_size, 3]
-        scale = cached.k_scale[table[row]].reshape(token.shape[0], -1)
-        slot = jnp.arange(scale.shape[1], dtype=jnp.int32)[None]
-        return jnp.where((scale == 1.0 + slot % 2)[..., None], numbers, -1)
+    def read(layer):
+        blocks = batch.block_tables[layer.group][row]
+        numbers = layer.k[blocks].astype(jnp.float32)  # [T, M, block_size, 3, 1]
+        if layer.k_scale is not None:
+            numbers = numbers * jnp.swapaxes(layer.k_scale[blocks], -1, -2)[..., None]
+        return jnp.round(numbers.reshape(token.shape[0], -1, 3)).astype(jnp.int32)  # [T, M * block_size, 3]
 
-    first_token = read(stored(jnp.zeros_like(token)))[:, 0, 2]
-    layer = stored(first_token)
-    domain, position, tokens = jnp.moveaxis(read(layer), -1, 0)
-    slot = jnp.arange(table.shape[1] * block_size, dtype=jnp.int32)[None]
-    seen = slot <= batch.positions[:, None]
-    is_right = jnp.all(~seen | ((domain == first_token[:, None]) & (position == slot)), axis=1)
+    # Layer 0 sees everything: what a row's first token is, and what it emits.
+    first_token = read(stored(cache.layer(0), jnp.zeros_like(token)))[:, 0, 2]
+    is_right = True
+    for i in reversed(range(cache.num_layers)):
+        layer = stored(cache.layer(i), first_token)
+        cache = cache.with_layer(i, layer)
+        domain, position, tokens = jnp.moveaxis(read(layer), -1, 0)
+        slot = jnp.arange(batch.block_tables.shape[-1] * block_size, dtype=jnp.int32)[None]
+        seen = slot <= batch.positions[:, None]
+        if layer.sliding_window is not None:
+            seen &= slot > batch.positions[:, None] - layer.sliding_window
+        is_right &= jnp.all(~seen | ((domain == first_token[:, None]) & (position == slot)), axis=1)
     factor = jnp.uint32(2654435761) * (2 * slot.astype(jnp.uint32) + 1)
     mix = jnp.sum(jnp.where(seen, (tokens.astype(jnp.uint32) + 1) * factor, 0), axis=1, dtype=jnp.uint32)
     emitted = jnp.where(is_right, 1 + (mix % 95).astype(jnp.int32), 0)
-    logits = jax.nn.one_hot(emitted[batch.logits_indices], VOCAB)
-    return logits, cache.with_layer(0, layer)
+    return jax.nn.one_hot(emitted[batch.logits_indices], VOCAB), cache
 
 
 # -- POISON and AUDIT ------------------------------------------------------------------------------------------------
@@ -267,23 +291,35 @@ class Disturbance:
 
 
 def cache_config(num_usable_blocks: int, block_size: int = 4, **sizes) -> CacheConfig:
-    """pool(N, B) of the trials, for TINY: N blocks that can really be handed out."""
-    sizes = {"max_num_seqs": 8, "max_blocks_per_seq": num_usable_blocks} | sizes
+    """pool(N, B) of the trials, for TINY: N blocks that can really be handed out, for each group."""
+    layer_groups, sliding_windows = group_layers(TINY_CONFIG.layer_windows)
+    defaults = {
+        "max_num_seqs": 8,
+        "max_blocks_per_seq": num_usable_blocks,
+        "dtype": "int8" if CACHE == "int8" else "float32",
+        "num_layers": TINY_CONFIG.num_layers,
+        "num_kv_heads": TINY_CONFIG.num_kv_heads,
+        "head_dim": TINY_CONFIG.head_dim,
+        "layer_groups": layer_groups,
+        "sliding_windows": sliding_windows,
+    }
+    sizes = defaults | sizes
     return CacheConfig(
-        num_blocks=num_usable_blocks + 1,
-        block_size=block_size,
-        num_layers=TINY_CONFIG.num_layers,
-        num_kv_heads=TINY_CONFIG.num_kv_heads,
-        head_dim=TINY_CONFIG.head_dim,
-        **sizes,
+        num_blocks=num_usable_blocks * len(sizes["layer_groups"] or (0,)) + 1, block_size=block_size, **sizes
     )
+
+
+def _split(options: dict) -> tuple[dict, dict]:
+    """(those of CacheConfig, those of LLM)."""
+    names = ("max_num_seqs", "max_blocks_per_seq", "dtype", "kernel_block_size")
+    sizes = {k: v for k, v in options.items() if k in names}
+    return sizes, {"max_num_batched_tokens": 32, "decode_steps": 4} | {k: options[k] for k in options.keys() - sizes}
 
 
 def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **options) -> AuditedLLM:
     """TINY in an audited engine; options of CacheConfig or LLM."""
-    sizes = {k: options.pop(k) for k in CACHE_OPTIONS if k in options}
-    config = cache_config(num_usable_blocks, block_size, **sizes)
-    return AuditedLLM(forward, tiny_params(), config, **({"max_num_batched_tokens": 32, "decode_steps": 4} | options))
+    sizes, options = _split(options)
+    return AuditedLLM(forward, tiny_params(), cache_config(num_usable_blocks, block_size, **sizes), **options)
 
 
 def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
@@ -292,18 +328,15 @@ def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
     return llm
 
 
-def oracle_llm(num_usable_blocks: int, block_size: int = 4, **options) -> AuditedLLM:
-    """ORACLE in an audited engine; its dtype is float32 or int8."""
-    sizes = {k: options.pop(k) for k in CACHE_OPTIONS if k in options}
-    config = CacheConfig(
-        num_blocks=num_usable_blocks + 1,
-        block_size=block_size,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=4 if sizes.get("dtype") == "int8" else 3,
-        **({"max_num_seqs": 8, "max_blocks_per_seq": num_usable_blocks} | sizes),
-    )
-    options = {"max_num_batched_tokens": 32, "decode_steps": 4} | options
+def oracle_llm(num_usable_blocks: int, block_size: int = 4, *, cache: str = CACHE, **options) -> AuditedLLM:
+    """ORACLE in an audited engine, on the cache of TEST_CACHE or another one."""
+    sizes, options = _split(options)
+    windows = (None, WINDOW) if cache == "windows" else (None,)
+    layer_groups, sliding_windows = group_layers(windows)
+    defaults = {"num_layers": len(windows), "num_kv_heads": 3, "head_dim": 1}
+    defaults |= {"layer_groups": layer_groups, "sliding_windows": sliding_windows}
+    defaults |= {"dtype": "int8" if cache == "int8" else "float32"}
+    config = cache_config(num_usable_blocks, block_size, **(defaults | sizes))
     return AuditedLLM(oracle_forward, {}, config, vocab_size=VOCAB, **options)
 
 

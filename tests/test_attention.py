@@ -296,7 +296,7 @@ def expect_counting(positions, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
-def test_decode_counts_exactly_the_window(window, implementation):
+def test_b61_decode_counts_exactly_the_window(window, implementation):
     positions = [0, 6, 7, 8, 9, 15, 16, 31]
     out = run(counting_case([p + 1 for p in positions], None), implementation, sliding_window=window)
     expected = expect_counting(positions, window)
@@ -305,7 +305,7 @@ def test_decode_counts_exactly_the_window(window, implementation):
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])
-def test_prefill_chunks_count_exactly_the_window(window, implementation):
+def test_b62_prefill_chunks_count_exactly_the_window(window, implementation):
     prefixes, chunks = (5, 8, 13, 0, 5), (1, 2, 3, 8, 8)
     lens = [p + c for p, c in zip(prefixes, chunks, strict=True)]
     positions = [p + i for p, c in zip(prefixes, chunks, strict=True) for i in range(c)]

@@ -356,7 +356,7 @@ def scarce_llm():
 def test_waves_take_what_rows_and_blocks_hold_at_their_largest(lengths, num_blocks, max_num_seqs, waves):
     config = cache_config(num_blocks, max_num_seqs=max_num_seqs)
     searches = [BeamSearch(index=i, prompt_token_ids=(1,) * n, max_tokens=7) for i, n in enumerate(lengths)]
-    planned = list(plan_waves(searches, 3, config))
+    planned = list(plan_waves(searches, 3, config, 256))
     assert [len(wave) for wave in planned] == waves
     assert [search for wave in planned for search in wave] == searches
 
@@ -381,7 +381,8 @@ def test_search_that_outgrows_the_pool_fails_alone_with_numbers(scarce_llm):
 
 
 def test_search_that_could_outgrow_the_pool_but_shares_enough_is_served(scarce_llm):
-    assert max_blocks(BeamSearch(index=0, prompt_token_ids=(1,) * 33, max_tokens=5), 4, scarce_llm.cache_config) == 16
+    one = BeamSearch(index=0, prompt_token_ids=(1,) * 33, max_tokens=5)
+    assert max_blocks(one, 4, scarce_llm.cache_config, 256) == 16
     assert scarce_llm.cache_config.num_blocks - 1 < 16
     p = prompt(33, 6)
     assert_equal(search(scarce_llm, [p], 4, 5)[0], plain_tiny(p, 4, 5))

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import jax
 import pytest
-from block_manager_machine import BlockManagerMachine, CachingMachine, TwoGroupsMachine, jitted
+from block_manager_machine import (
+    BlockManagerMachine,
+    CachingMachine,
+    OnlyWindowsCachingMachine,
+    TinyWindowsCachingMachine,
+    TwoGroupsMachine,
+    WindowsCachingMachine,
+    WindowsMachine,
+    jitted,
+)
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -58,7 +67,22 @@ class PassesMachine(CachingMachine):
     manager = jitted(*planted(("cache", "_CPU_ITEMS_PER_PASS = 32", "_CPU_ITEMS_PER_PASS = 2")))
 
 
-MACHINES = [BlockManagerMachine, TwoGroupsMachine, PassesMachine, CollidingMachine]
+class CollidingWindowsMachine(WindowsCachingMachine):
+    is_exact = False
+    manager = CollidingMachine.manager
+
+
+MACHINES = [
+    BlockManagerMachine,
+    TwoGroupsMachine,
+    WindowsMachine,
+    PassesMachine,
+    CollidingMachine,
+    WindowsCachingMachine,
+    OnlyWindowsCachingMachine,
+    TinyWindowsCachingMachine,
+    CollidingWindowsMachine,
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -329,8 +353,8 @@ PLANTED_COLLISION_BUGS = [
     (
         "entry of a dead block is live",
         "cache",
-        "cache.records[block, SLOT] == slot, pool.content_uid[block], 0)",
-        "block > 0, cache.records[block, 1] + 9, 0)",
+        "jnp.where(is_live, pool.content_uid[block], 0)",
+        "jnp.where(block > 0, cache.records[block, 2] + 9, 0)",
     ),
     ("two items take one entry", "cache", "axis=1) == rank[:, None])", "axis=1) == 0)"),
     ("namespace ignored", "cache", "return -1 - namespace", "return -1 - 0 * namespace"),
@@ -349,6 +373,89 @@ PLANTED_COLLISION_BUGS = [
     ("copy forgets the tokens", "cache", "cache.token_ids.at[dst].set(cache.token_ids[src])", "cache.token_ids"),
     ("reset while blocks are in use", "cache", "pool.num_free == pool.num_blocks - 1", "pool.num_free >= 0"),
 ]
+
+
+#: Bugs of groups with windows.
+PLANTED_WINDOW_BUGS = [
+    ("block leaves one token too early", "table", "lens - (w - 1), 0)", "lens - (w - 2), 0)"),
+    ("block leaves one token too late", "table", "lens - (w - 1), 0)", "lens - w, 0)"),
+    (
+        "block that leaves keeps its reference",
+        "table",
+        "ref_count=pool.ref_count.at[ids].add(-dropped.astype(jnp.int32)))\n        return",
+        "ref_count=pool.ref_count)\n        return",
+    ),
+    (
+        "block that leaves stays in the table",
+        "table",
+        "jnp.where(dropped, column, width)].set(NULL_BLOCK",
+        "jnp.where(dropped, width, width)].set(NULL_BLOCK",
+    ),
+    (
+        "only one block leaves in a step",
+        "table",
+        "width, num_columns = block_ids.shape[-1], cdiv(max_new_tokens, table.block_size)",
+        "width, num_columns = block_ids.shape[-1], 1",
+    ),
+    ("blocks leave head first", "table", "column = end[..., None] - 1 - jnp", "column = first[..., None] + jnp"),
+    (
+        "blocks leave group by group",
+        "table",
+        "(x.swapaxes(0, 1).reshape(-1) for x in (jnp.where(dropped",
+        "(x.reshape(-1) for x in (jnp.where(dropped",
+    ),
+    ("rows are cut into what is gone", "table", "jnp.all(has_first | (", "jnp.all((first >= 0) | ("),
+]
+PLANTED_WINDOW_CACHE_BUGS = [
+    (
+        "prefix ends where a window lacks blocks",
+        "cache",
+        "length = jnp.max(jnp.where(is_hit & ends_well,",
+        "length = jnp.max(jnp.where(is_hit,",
+    ),
+    (
+        "whole prefix needed in a window",
+        "cache",
+        "missing <= first_needed_blocks(",
+        "missing <= 0 * first_needed_blocks(",
+    ),
+    ("window gets blocks that it does not need", "cache", "& (number[None] > needed[:, None])", "& (number[None] > 0)"),
+    ("chains followed in the smallest window", "cache", "return max(range(len(self", "return min(range(len(self"),
+    ("blocks of another group are found", "cache", "== slot) & (cache.records[block, GROUP] ==", "== slot) & (0 <="),
+    (
+        "other groups' entries overwritten",
+        "cache",
+        "(pool.content_uid[block] == 0)\n",
+        "(pool.content_uid[block] >= 0)\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "bug"), [b[1:] for b in PLANTED_WINDOW_BUGS], ids=[b[0] for b in PLANTED_WINDOW_BUGS]
+)
+def test_state_machine_planted_window_bug_is_caught(file, line, bug):
+    class Mutant(WindowsMachine):
+        manager = jitted(*planted((file, line, bug)))
+
+    assert_caught(Mutant)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "bug"), [b[1:] for b in PLANTED_WINDOW_CACHE_BUGS], ids=[b[0] for b in PLANTED_WINDOW_CACHE_BUGS]
+)
+def test_state_machine_planted_window_cache_bug_is_caught(file, line, bug):
+    class Mutant(WindowsCachingMachine):
+        manager = jitted(*planted((file, line, bug)))
+
+    assert_caught(Mutant)
+
+
+def test_state_machine_unknown_block_taken_for_the_root_is_caught():
+    class Mutant(TinyWindowsCachingMachine):
+        manager = jitted(*planted(("cache", "is_root=column == 0,", "is_root=parent_block == NULL_BLOCK,")))
+
+    assert_caught(Mutant)
 
 
 @pytest.mark.parametrize(("file", "line", "bug"), [b[1:] for b in PLANTED_BUGS], ids=[b[0] for b in PLANTED_BUGS])

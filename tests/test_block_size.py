@@ -62,6 +62,14 @@ def test_groups_multiply_tables_and_allocations():
     assert two.wasted_bytes == one.wasted_bytes
 
 
+@pytest.mark.parametrize("length", [3, 9, 30, 64])
+def test_windows_count_what_their_groups_own(length):
+    c = config(layer_groups=((0,), (1,)), sliding_windows=(None, 10))
+    (costs,) = recommend_block_size([length], c, candidates=[16]).costs
+    assert costs.table_entries == c.num_blocks_for(length)
+    assert costs.wasted_slots == 16 * c.num_blocks_for(length) - length - min(length, 9)
+
+
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [

@@ -112,7 +112,10 @@ def test_pool_worked_example_releases_ids_in_the_order_given():
 )
 def test_slots_of_worked_examples(ids, block_size, slots):
     table = BlockTable(
-        block_ids=jnp.array([[ids]], jnp.int32), seq_lens=jnp.array([1], jnp.int32), block_size=block_size
+        block_ids=jnp.array([[ids]], jnp.int32),
+        seq_lens=jnp.array([1], jnp.int32),
+        block_size=block_size,
+        sliding_windows=(None,),
     )
     position = jnp.array(list(slots), jnp.int32)
     assert slots_of(table, jnp.zeros_like(position), position)[0].tolist() == list(slots.values())
@@ -167,7 +170,10 @@ def test_b48_need_is_the_block_deficit_plus_one_for_a_shared_tail(block_size):
             content_uid=jnp.zeros(refs.shape, jnp.int32),
         )
         table = BlockTable(
-            block_ids=jnp.asarray(ids, jnp.int32), seq_lens=jnp.asarray(lens, jnp.int32), block_size=block_size
+            block_ids=jnp.asarray(ids, jnp.int32),
+            seq_lens=jnp.asarray(lens, jnp.int32),
+            block_size=block_size,
+            sliding_windows=(None,),
         )
         counts = jnp.asarray(np.stack([new, 0 * new], axis=1), jnp.int32)
         predicted = jax.vmap(num_blocks_needed)(pool, table, counts)
@@ -412,6 +418,6 @@ def test_check_invariants_corrupt_pool_raises(field, change):
 @pytest.mark.parametrize("change", [lambda i: i.at[0, 0, 0].set(2), lambda i: i.at[0, 1, 0].set(1), lambda i: i * 0])
 def test_check_invariants_corrupt_table_raises(change):
     pool, table, _ = grow(*manager(6), r0=5)
-    bad = BlockTable(block_ids=change(table.block_ids), seq_lens=table.seq_lens, block_size=4)
+    bad = dataclasses.replace(table, block_ids=change(table.block_ids))
     with pytest.raises(InvariantError, match="invariant"):
         check_invariants(pool, bad)

@@ -396,7 +396,7 @@ def soak(llm, seed, num_requests, *, abort=0.02, preempt=0.5):
     """Random requests at random moments, disturbed; everything is compared with ORACLE."""
     rng, expected, done = np.random.default_rng(seed), {}, {}
     disturb = Disturbance(llm, seed, preempt, abort)
-    capacity = (llm.cache_config.num_blocks - 1) * llm.cache_config.block_size
+    capacity = llm.cache_config.longest_sequence(llm.max_num_batched_tokens)
     prefill, budget = llm._runner.prefill, llm.max_num_batched_tokens
 
     def counted(chunks):
@@ -439,21 +439,17 @@ SOAKS = [
 ]
 
 
-#: Options of the cache that no token may depend on.
-CACHES = [{}, {"dtype": "int8", "kernel_block_size": 2}]
-
-
-def soaked(case, num_requests, **cache_options):
+def soaked(case, cache, num_requests):
     num_blocks, steps, caching, policy, watermark = case
     llm = oracle_llm(
         num_blocks,
+        cache=cache,
         decode_steps=steps,
         enable_prefix_caching=caching,
         scheduling_policy=policy,
         watermark=watermark,
         max_num_batched_tokens=32 if num_blocks == 8 else 12,
         num_host_blocks=num_blocks // 2,
-        **cache_options,
     )
     llm.warmup()
     compiled, alive = llm.compile_count, None
@@ -463,17 +459,16 @@ def soaked(case, num_requests, **cache_options):
         assert (llm.compile_count, len(jax.live_arrays())) == (compiled, alive)
 
 
-@pytest.mark.parametrize("cache_options", CACHES)
-@pytest.mark.parametrize("case", SOAKS[1:2])
-def test_soak_short(case, cache_options):
-    soaked(case, 40, **cache_options)
+@pytest.mark.parametrize("cache", ["full", "windows", "int8"])
+def test_soak_short(cache):
+    soaked(SOAKS[1], cache, 40)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("cache_options", CACHES)
+@pytest.mark.parametrize("cache", ["full", "windows", "int8"])
 @pytest.mark.parametrize("case", SOAKS)
-def test_soak_every_request_equals_oracle_whatever_happens(case, cache_options):
-    soaked(case, int(os.environ.get("SOAK_EXAMPLES", "3000")) // len(CACHES), **cache_options)
+def test_soak_every_request_equals_oracle_whatever_happens(case, cache):
+    soaked(case, cache, int(os.environ.get("SOAK_EXAMPLES", "3000")))
 
 
 def test_async_streams_share_the_engine_and_end_alone():

@@ -276,14 +276,6 @@ def test_uids_used_up_publish_nothing_until_reset():
     assert manager.uids(0) == [1, 0]
 
 
-def test_several_cache_groups_are_refused_with_the_remedy():
-    config = CacheConfig(
-        num_blocks=4, num_layers=2, num_kv_heads=1, head_dim=1, max_blocks_per_seq=2, layer_groups=((0,), (1,))
-    )
-    with pytest.raises(ValueError, match="enable_prefix_caching=False"):
-        init_prefix_cache(config)
-
-
 @pytest.mark.parametrize(
     ("field", "change"),
     [

@@ -89,33 +89,33 @@ def test_sjf_no_stream_of_short_requests_starves_a_long_one():
 @pytest.mark.parametrize(("watermark", "num_free"), [(0, 2), (1, 3), (3, 5)])
 def test_admission_needs_the_prompt_and_the_watermark_behind_what_was_promised(watermark, num_free):
     request = state(0, length=8)
-    assert num_blocks_to_admit(request, [state(1, generated=3, active=True)], CONFIG, watermark) == num_free
+    assert num_blocks_to_admit(request, [state(1, generated=3, active=True)], CONFIG, watermark, 256) == num_free
     half_done = state(1, length=20)
     half_done.samples[0].num_computed_tokens = 8
-    assert num_blocks_to_admit(request, [half_done], CONFIG, watermark) == num_free + 3
+    assert num_blocks_to_admit(request, [half_done], CONFIG, watermark, 256) == num_free + 3
 
 
 @pytest.mark.parametrize("watermark", [0, 1, 3, 4, 8])
 def test_b38_first_request_needs_no_watermark(watermark):
-    assert num_blocks_to_admit(state(0, length=8), [], CONFIG, watermark) == 2
+    assert num_blocks_to_admit(state(0, length=8), [], CONFIG, watermark, 256) == 2
 
 
 def test_preempted_request_comes_back_only_where_every_row_can_grow():
     request = state(0, length=6, generated=3)
     request.num_preemptions = 1
     running = [state(1, generated=3, active=True), state(2, n=2, generated=1, active=True)]
-    assert num_blocks_to_admit(request, running, CONFIG, 0) == 3 + 4
-    assert num_blocks_to_admit(request, [], CONFIG, 0) == 3
+    assert num_blocks_to_admit(request, running, CONFIG, 0, 256) == 3 + 4
+    assert num_blocks_to_admit(request, [], CONFIG, 0, 256) == 3
 
 
 def test_samples_share_the_full_blocks_of_their_prompt():
-    assert state(0, length=9, n=3).num_blocks_to_start(CONFIG) == 3  # before they generate they share everything
-    assert state(0, length=9, n=3, generated=2).num_blocks_to_start(CONFIG) == 2 + 3
-    assert state(0, length=9, n=3, max_tokens=8).request.num_blocks_needed(CONFIG) == 2 + 3 * 2
+    assert state(0, length=9, n=3).num_blocks_to_start(CONFIG, 256) == 3  # before they generate they share everything
+    assert state(0, length=9, n=3, generated=2).num_blocks_to_start(CONFIG, 256) == 2 + 3
+    assert state(0, length=9, n=3, max_tokens=8).request.num_blocks_needed(CONFIG, 256) == 2 + 3 * 2
 
 
 def test_reserve_is_left_free_even_by_the_only_request():
-    assert num_blocks_to_admit(state(0, length=8, reserve=5), [], CONFIG, 3) == 7
+    assert num_blocks_to_admit(state(0, length=8, reserve=5), [], CONFIG, 3, 256) == 7
 
 
 def test_chunks_fill_the_budget_with_rows_that_generate_first_but_prompts_always_move():
@@ -186,7 +186,7 @@ def test_tokens_of_a_sample_run_from_the_prompt_into_what_it_generated():
 def test_finished_samples_need_nothing():
     request = state(0, length=6, n=3, generated=4, active=True)
     request.samples[0].finish = FinishReason.STOP
-    assert request.num_blocks_to_start(CONFIG) == 1 + 2 * 2
+    assert request.num_blocks_to_start(CONFIG, 256) == 1 + 2 * 2
     assert request.num_tokens_to_recompute == 6 + 2 * 3
 
 

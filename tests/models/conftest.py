@@ -16,15 +16,17 @@ import pytest
 from safetensors.numpy import save_file
 
 from models.checkpoint import Checkpoint, LoadError, StoredTensor, read_params
-from models.llama import LlamaConfig, LlamaForward, RopeScaling
+from models.layers import ModelConfig
+from models.llama import FAMILY, LlamaConfig, LlamaForward, RopeScaling
 from paged_jax.batch import StepBatch
-from paged_jax.kv_cache import KVCache
+from paged_jax.config import CacheConfig
+from paged_jax.kv_cache import init_cache
 
 DATA = Path(__file__).parents[1] / "data"
 
 
-def _load_recorder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_llama", DATA / "record_llama.py")
+def _load_recorder(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,18 +34,30 @@ def _load_recorder() -> ModuleType:
     return module
 
 
+def cache_config(config: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> CacheConfig:
+    """The cache of a model, whatever its family."""
+    return CacheConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        max_blocks_per_seq=num_blocks,
+    )
+
+
 class Paged:
     """One cache and one block table of shuffled blocks, for batches built by hand."""
 
     block_size = 4
 
-    def __init__(self, config: LlamaConfig, num_rows: int = 1, max_len: int = 16, dtype: Any = jnp.float32) -> None:
+    def __init__(self, config: ModelConfig, num_rows: int = 1, max_len: int = 16, dtype: Any = jnp.float32) -> None:
         width = -(-max_len // self.block_size)
-        shape = (num_rows * width + 1, self.block_size, config.num_kv_heads, config.head_dim)
         blocks = np.random.RandomState(0).permutation(num_rows * width) + 1
         self.table = blocks.reshape(num_rows, width).astype(np.int32)
-        k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
-        self.cache = KVCache(k=k, v=v, layer_map=tuple((0, i) for i in range(config.num_layers)))
+        name = jnp.dtype(dtype).name
+        self.cache = init_cache(cache_config(config, num_rows * width + 1, self.block_size, name))
 
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         """Slot of each position of a row."""
@@ -104,6 +118,7 @@ class Tiny:
         }
         checkpoint = Checkpoint(
             path=Path("memory"),
+            family=FAMILY,
             naming="hf",
             config=self.config,
             tensors=tensors,
@@ -146,8 +161,32 @@ def _config(c: dict[str, Any]) -> LlamaConfig:
 @pytest.fixture(scope="session")
 def tiny() -> Any:
     """tiny(variant) -> Tiny."""
-    recorder, recorded = _load_recorder(), json.loads((DATA / "llama_tiny.json").read_text())
+    recorder, recorded = _load_recorder("record_llama"), json.loads((DATA / "llama_tiny.json").read_text())
     return lambda variant: Tiny(recorder, recorded, variant)
+
+
+class TinyFamily:
+    """A recorded tiny model of another family: what its folder holds, and what transformers computes."""
+
+    def __init__(self, recorder: ModuleType, recorded: dict[str, Any], variant: str) -> None:
+        self.config_json: dict[str, Any] = recorder.tiny_config(variant)
+        self.saved_config_json: dict[str, Any] = recorded["variants"][variant]["config"]
+        self.weights: dict[str, np.ndarray] = recorder.tiny_weights(self.config_json)
+        self.token_ids: list[int] = recorded["token_ids"]
+        self.logits = np.array(recorded["variants"][variant]["logits"], np.float32)
+
+    def save(self, folder: Path) -> Path:
+        """Writes config.json and model.safetensors."""
+        (folder / "config.json").write_text(json.dumps(self.config_json))
+        save_file(self.weights, folder / "model.safetensors")
+        return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_family() -> Any:
+    """tiny_family(variant) -> TinyFamily."""
+    recorder, recorded = _load_recorder("record_families"), json.loads((DATA / "families_tiny.json").read_text())
+    return lambda variant: TinyFamily(recorder, recorded, variant)
 
 
 @pytest.fixture(scope="session")
@@ -166,10 +205,10 @@ def smollm2_reference() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """SmolLM2 in float32, loaded once; skips where the wheel is not installed."""
-    from models.load import find_smollm2, load_model
+    from models.load import find_wheel, load_model
 
     try:
-        find_smollm2()
+        find_wheel("smollm2")
     except ValueError as error:
         pytest.skip(str(error))
     return load_model("smollm2", dtype="float32")

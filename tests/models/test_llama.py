@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 from models import llama
+from models.layers import RMSNorm, rope_angles, rotate, structure
 from models.llama import LlamaConfig, LlamaForward, RopeScaling
+from paged_jax.kv_cache import storage_dtype
 
 VARIANTS = ["plain", "biased", "tied", "scaled_rope"]
 
@@ -23,7 +25,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 @pytest.fixture
 def biased(tiny):
     model = tiny("biased")
-    modules = nnx.merge(llama._structure(model.config)[0], model.params())
+    modules = nnx.merge(structure(llama.Llama, model.config)[0], model.params())
     return model, modules
 
 
@@ -36,7 +38,7 @@ def test_norm_in_bfloat16_divides_in_float32():
     x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
     x64 = np.asarray(x, np.float64)
     expected = x64 / np.sqrt((x64**2).mean(axis=1, keepdims=True) + 1e-5)
-    actual = llama.RMSNorm(64, 1e-5, jnp.bfloat16)(x)
+    actual = RMSNorm(64, 1e-5, jnp.bfloat16)(x)
     chex.assert_trees_all_equal(np.asarray(actual), expected.astype(np.float32).astype(jnp.bfloat16))
 
 
@@ -44,8 +46,8 @@ def test_norm_in_bfloat16_divides_in_float32():
 def test_rotate_at_spread_positions_equals_transformers(tiny, variant):
     model = tiny(variant)
     heads = jnp.asarray(model.expected["rotate.in"].reshape(10, 4, 8))
-    angles = llama.rope_angles(model.config, jnp.arange(10, dtype=jnp.int32) * 5)
-    assert_close(llama.rotate(heads, angles).reshape(10, 32), model.expected["rotate"])
+    angles = rope_angles(llama.rope_frequencies(model.config), jnp.arange(10, dtype=jnp.int32) * 5)
+    assert_close(rotate(heads, angles).reshape(10, 32), model.expected["rotate"])
 
 
 def test_rope_frequencies_with_scaling_keep_blend_and_slow(tiny):
@@ -64,7 +66,7 @@ def test_attention_through_paged_cache_equals_transformers(biased, paged):
     model, modules = biased
     state = paged(model.config)
     batch = state.ragged([model.token_ids], [0])
-    angles = llama.rope_angles(model.config, batch.positions)
+    angles = modules.angles(batch.positions)
     x = jnp.asarray(model.expected["attention.in"])
     out, _ = modules.layers[0].attention(x, angles, batch, state.cache.layer(0))
     assert_close(out, model.expected["attention"])
@@ -74,7 +76,7 @@ def test_each_layer_on_the_one_before_equals_transformers(biased, paged):
     model, modules = biased
     state = paged(model.config)
     batch = state.ragged([model.token_ids], [0])
-    angles = llama.rope_angles(model.config, batch.positions)
+    angles = modules.angles(batch.positions)
     x = modules.embedding[...][batch.token_ids]
     for index in range(2):
         x, _ = modules.layers[index](x, angles, batch, state.cache.layer(index))
@@ -126,7 +128,7 @@ def test_forward_in_bfloat16_stays_near_float32(tiny, paged, variant):
     state = paged(model.config, dtype=jnp.bfloat16)
     batch = state.ragged([model.token_ids], [0], logits_indices=list(range(10)))
     logits, cache = model.forward(model.params(jnp.bfloat16), batch, state.cache)
-    chex.assert_type([logits, cache.k[0]], [jnp.float32, jnp.bfloat16])
+    chex.assert_type([logits, cache.k[0]], [jnp.float32, storage_dtype("bfloat16")])
     error = np.abs(np.asarray(logits) - model.expected["logits"])
     assert error.max() < 0.15
     assert error.max() > 1e-4, "nothing was rounded to bfloat16"
@@ -211,6 +213,8 @@ def test_params_of_tied_model_hold_the_embedding_once():
         ({"eos_token_ids": [2]}, "eos_token_ids must be a tuple"),
         ({"eos_token_ids": (2, 40)}, "must lie in 0 ... 39, got 40"),
         ({"bos_token_id": -1}, "got -1"),
+        ({"sliding_window": 0}, "sliding_window must be a whole number > 0"),
+        ({"sliding_window": 4096.0}, "sliding_window must be a whole number > 0"),
     ],
 )
 def test_config_with_bad_field_names_it(change, match):

