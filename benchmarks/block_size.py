@@ -46,7 +46,7 @@ def plot(reports: dict[str, BlockSizeReport], path: pathlib.Path) -> None:
     figure = Figure(figsize=(13, 4), layout="constrained")
     waste, table, allocations = figure.subplots(1, 3)
     for (name, report), colour in zip(reports.items(), ("#0072B2", "#E69F00"), strict=True):
-        waste.plot(SIZES, [c.waste for c in report.costs], "o-", color=colour, label=f"{name} lengths")
+        waste.plot(SIZES, [c.waste for c in report.costs], "o-", color=colour, label=name.replace("_", " "))
         chosen = next(c for c in report.costs if c.block_size == report.block_size)
         waste.plot(chosen.block_size, chosen.waste, "o", markersize=14, markerfacecolor="none", color=colour)
     waste.axhline(report.max_waste, color="0.6", linestyle="--", linewidth=1)

@@ -56,7 +56,9 @@ def test_short_sequences_get_the_smallest_block_and_are_told_so():
 
 def test_groups_multiply_tables_and_allocations():
     one = recommend_block_size([9, 24], config(), candidates=[8]).costs[0]
-    two = recommend_block_size([9, 24], config(layer_groups=((0,), (1,))), candidates=[8]).costs[0]
+    two = recommend_block_size(
+        [9, 24], config(layer_groups=((0,), (1,)), sliding_windows=(None, None)), candidates=[8]
+    ).costs[0]
     for name in ("table_entries", "table_bytes", "blocks_per_step"):
         assert getattr(two, name) == 2 * getattr(one, name)
     assert two.wasted_bytes == one.wasted_bytes
