@@ -181,8 +181,7 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _locate(path: tuple[Any, ...]) -> tuple[str, int | None, str]:
-    """Path in our params -> (row of the table, layer or None, leaf): (layers, 3, mlp, down, bias) -> mlp.down, 3, bias.
-    """
+    """Path in our params -> (row of the table, layer or None, leaf): (layers, 3, mlp, down, bias) -> mlp.down, 3, bias."""
     keys = [key.key for key in path]
     layer = keys[1] if keys[0] == "layers" else None
     inner = keys[2:] if layer is not None else keys

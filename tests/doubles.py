@@ -7,8 +7,8 @@
 * AUDIT: the block manager's invariants, checked after each step.
 
 The environment variable TEST_CACHE chooses the cache that they run on, for whole test files at once: "full" (float32,
-one group), "windows" (a group with full attention and one with a window of WINDOW tokens) or "int8". Engines then have as
-many blocks per group as a test asks for.
+one group), "windows" (a group with full attention and one with a window of WINDOW tokens) or "int8". Engines then have
+as many blocks per group as a test asks for.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ def oracle_forward(params, batch, cache):
     domain and position, or any token that is written twice, changes what is emitted. Each number is a head of its own,
     so that formats with scales keep it exactly.
     """
-    num_rows, block_size = batch.seq_lens.shape[0], cache.block_size
+    num_rows, block_size = batch.seq_lens.shape[0], cache.kernel_block_size
     token = jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32)
     row = token
     if batch.query_start_loc is not None:

@@ -88,6 +88,17 @@ def test_bench_when_a_request_cannot_be_served_fails(made, capsys):
     assert "a request of the benchmark failed" in capsys.readouterr().err
 
 
+def test_options_of_the_cache_reach_the_engine_and_its_bytes_are_printed(made, engine, capsys):
+    options = "--kv-cache-dtype int8 --gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1000000"
+    assert main(["generate", "--model", "tiny", "--prompt", "ABC", "--max-tokens", "2", *options.split()]) == 0
+    names = ("kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes")
+    assert [made[0][name] for name in names] == ["int8", 0.5, 1_000_000]
+    assert f"float32, {engine.kv_cache_bytes_per_token} bytes per token" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", "tiny", "--prompt", "ABC", "--kv-cache-dtype", "int3"])
+    assert "float8_e4m3fn" in capsys.readouterr().err
+
+
 def test_generate_with_plot_chat_and_stop_strings(made, tmp_path, capsys):
     path = tmp_path / "run.png"
     command = ["generate", "--model", "tiny", "--prompt", "ABC", "--max-tokens", "8", "--json", "--plot", str(path)]

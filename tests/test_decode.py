@@ -37,6 +37,7 @@ from paged_jax import (
     prefill_step,
     release_rows,
 )
+from paged_jax.config import CACHE_DTYPES
 from paged_jax.decode import _decode_many
 from paged_jax.sampling import init_sampling_state
 from paged_jax.token_rules import init_rule_params
@@ -401,8 +402,8 @@ def test_b101_two_layers_sharing_kv_arrays_work():
     assert (int(first.num_tokens[0]), int(output.num_tokens[0])) == (1, 2)
 
 
-def program(kind, num_usable=256, max_blocks_per_seq=64, forward=TINY):
-    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq, caching=True, forward=forward)
+def program(kind, num_usable=256, max_blocks_per_seq=64, forward=TINY, **sizes):
+    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq, caching=True, forward=forward, **sizes)
     if kind == "decode_many":
         lowered = decode_many.lower(forward, tiny_params(), state, num_steps=4)
     elif kind == "beam_search_many":
@@ -414,28 +415,43 @@ def program(kind, num_usable=256, max_blocks_per_seq=64, forward=TINY):
     return state, lowered.compile()
 
 
-@pytest.mark.parametrize("forward", [TINY, MIXED], ids=["one_group", "two_groups"])
-@pytest.mark.parametrize("kind", ["decode_many", "prefill_step", "beam_search_many"])
-def test_compiled_step_updates_the_cache_in_place(kind, forward):
-    state, compiled = program(kind, 1024, forward=forward)
+#: Every kind of step; then groups that share arrays, storage formats, and blocks of the arrays smaller than the block
+#: manager's.
+PROGRAMS = [
+    *(pytest.param(kind, {}, id=kind) for kind in ("decode_many", "prefill_step", "beam_search_many")),
+    *(
+        pytest.param(kind, {"forward": MIXED}, id=f"{kind}_two_groups")
+        for kind in ("decode_many", "prefill_step", "beam_search_many")
+    ),
+    pytest.param("decode_many", {"forward": MIXED, "dtype": "int8"}, id="decode_many_two_groups_int8"),
+    *(pytest.param("decode_many", {"dtype": dtype}, id=dtype) for dtype in CACHE_DTYPES[1:]),
+    pytest.param("prefill_step", {"dtype": "int8"}, id="prefill_step_int8"),
+    pytest.param("decode_many", {"dtype": "int8", "kernel_block_size": 4}, id="int8_kernel_block_size_4"),
+    pytest.param("decode_many", {"kernel_block_size": 4}, id="kernel_block_size_4"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), PROGRAMS)
+def test_compiled_step_updates_the_cache_in_place_and_copies_no_pool_shaped_array(kind, sizes):
+    state, compiled = program(kind, **sizes)
     memory = compiled.memory_analysis()
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(state.cache))
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.alias_size_in_bytes <= state_bytes
-    layer_bytes = state.cache.k[0].nbytes + state.cache.v[0].nbytes
-    assert memory.temp_size_in_bytes < layer_bytes
-
-
-@pytest.mark.parametrize("forward", [TINY, MIXED], ids=["one_group", "two_groups"])
-@pytest.mark.parametrize("kind", ["decode_many", "prefill_step", "beam_search_many"])
-def test_compiled_step_copies_no_pool_shaped_array(kind, forward):
-    state, compiled = program(kind, forward=forward)
+    layer_bytes = sum(x[0].nbytes for x in (state.cache.k, state.cache.v))
+    if sizes.get("dtype", "float32") == "float32":  # the attention of TINY's rows needs as much as a layer of 8 bits
+        assert memory.temp_size_in_bytes < layer_bytes
     text = compiled.as_text()
-    for array in state.cache.arrays:
-        shape = f"{'s8' if array.dtype == jnp.int8 else 'f32'}[{','.join(map(str, array.shape))}]"
+    for array in {x.shape: x for x in state.cache.arrays}.values():
+        shape = f"{HLO_NAMES[array.dtype.name]}[{','.join(map(str, array.shape))}]"
         assert shape in text
         assert copies(text, shape) == []
+    converted = f"f32[{','.join(map(str, state.cache.k[0].shape))}]"
+    assert (converted in text) == (state.cache.k[0].dtype == jnp.float32)
+
+
+HLO_NAMES = {"float32": "f32", "float16": "f16", "uint16": "u16", "int8": "s8", "uint8": "u8"}
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of older versions copies counts when rows are released")

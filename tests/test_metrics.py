@@ -55,6 +55,7 @@ def test_snapshot_holds_totals_and_the_latest_state():
         "kv_cache_usage_perc": 0.75,
         "num_cached_blocks": 1,
         "compile_count": 9,
+        "kv_cache_bytes_per_token": 0,
         "num_steps": 5,
         "prompt_tokens": 25,
         "generation_tokens": 9,

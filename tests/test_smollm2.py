@@ -1,5 +1,6 @@
 """Real weights: SmolLM2-135M equals the recorded reference, whatever the engine's settings."""
 
+import importlib
 import importlib.util
 import json
 from dataclasses import replace
@@ -179,3 +180,28 @@ def test_logits_teacher_forced_equal_the_reference(model, name):
     for row, expected in zip(logits, p["steps"], strict=True):
         np.testing.assert_allclose(row[expected["top_ids"]], expected["top_logits"], atol=1e-3)
         np.testing.assert_allclose(jax.nn.logsumexp(row), expected["logsumexp"], atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def cache_formats():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+        yield importlib.import_module("cache_formats")
+
+
+@pytest.fixture(scope="module")
+def float32_logits(model, cache_formats):
+    return cache_formats.teacher_forced(model, "float32", REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "top5_overlap", "kl"), [("int8", 0.97, 2e-3), ("float8_e4m3fn", 0.94, 8e-3), ("float8_e5m2", 0.90, 3e-2)]
+)
+def test_8_bit_caches_change_no_argmax_that_is_clear(model, cache_formats, float32_logits, dtype, top5_overlap, kl):
+    """Clear: the two largest logits differ by more than 1. Top-5 overlap and KL against float32 are means."""
+    logits = cache_formats.teacher_forced(model, dtype, REFERENCE)
+    found = cache_formats.quality(float32_logits, logits, REFERENCE)
+    assert found["positions_with_margin_above_1"] > 100
+    assert found["argmax_equal_with_margin_above_1"] == 1
+    assert found["top5_overlap_mean"] >= top5_overlap
+    assert 0 < found["kl_mean"] <= kl

@@ -331,7 +331,10 @@ def test_load_gguf_with_hostile_metadata_is_refused(tmp_path, record, match, ref
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn'"),
         ({"general.alignment": 0}, "general.alignment is 0"),
         ({"llama.attention.sliding_window": 0}, "sliding_window must be a whole number > 0"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' .* not supported, only 'llama', and 'gpt2' with smollm, qwen2"),
+        (
+            {"tokenizer.ggml.model": "bert"},
+            "tokenizer 'bert' .* not supported, only 'llama', and 'gpt2' with smollm, qwen2",
+        ),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported, only 'llama', and 'gpt2' with"),
         ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
         ({"tokenizer.ggml.tokens": ["a"] * 40}, "duplicate tokens"),

@@ -1,9 +1,11 @@
 """LLM.from_pretrained: a folder on disk becomes an engine, its limits and defaults checked."""
 
+import jax
 import numpy as np
 import pytest
 
-from paged_jax import LLM, ChatTemplate, SamplingParams
+from paged_jax import LLM, CacheConfig, ChatTemplate, SamplingParams
+from paged_jax.pretrained import _default_num_blocks
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -29,6 +31,34 @@ def test_from_pretrained_default_pool_is_bounded_by_memory(folder, monkeypatch):
     assert (config.num_blocks - 1) * config.bytes_per_block <= 10_000
 
 
+def test_from_pretrained_bytes_make_the_pool_and_are_all_used(folder):
+    options = {"max_num_seqs": 3, "block_size": 4, "max_model_len": 16}
+    config = LLM.from_pretrained(folder, kv_cache_memory_bytes=100_000, **options).cache_config
+    assert config.num_blocks == 100_000 // config.bytes_per_block
+    eight_bits = LLM.from_pretrained(folder, kv_cache_memory_bytes=100_000, kv_cache_dtype="int8", **options)
+    assert eight_bits.cache_config.num_blocks == 100_000 // eight_bits.cache_config.bytes_per_block
+    assert eight_bits.cache_config.num_blocks > config.num_blocks
+    assert eight_bits.generate("abc", GREEDY, use_tqdm=False)[0].error is None
+
+
+class Device:
+    """A device with memory of its own, of which 1000 of 20,000 bytes are in use."""
+
+    platform = "gpu"
+
+    def memory_stats(self):
+        return {"bytes_limit": 20_000, "bytes_in_use": 1000}
+
+
+@pytest.mark.parametrize(("share", "budget"), [(0.9, 17_000), (0.5, 9000), (1, 19_000)])
+def test_default_pool_on_a_device_takes_its_share_of_the_memory_less_what_is_in_use(share, budget, monkeypatch):
+    sizes = CacheConfig(num_blocks=2, num_layers=1, num_kv_heads=1, head_dim=8, max_blocks_per_seq=100, block_size=4)
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert _default_num_blocks(sizes, share) == budget // sizes.bytes_per_block
+    with pytest.raises(ValueError, match=r"200 bytes are left .* take 512: raise gpu_memory_utilization=0.06"):
+        _default_num_blocks(sizes, 0.06)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -39,6 +69,13 @@ def test_from_pretrained_default_pool_is_bounded_by_memory(folder, monkeypatch):
         ({"num_blocks": 1}, "num_blocks"),
         ({"dtype": "int4"}, "dtype"),
         ({"kv_cache_dtype": "int3"}, "dtype"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": "90%"}, "gpu_memory_utilization"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes"),
+        ({"kv_cache_memory_bytes": "1G"}, "kv_cache_memory_bytes"),
+        ({"kv_cache_memory_bytes": 10}, "10 bytes of K/V memory hold 0 blocks"),
+        ({"kv_cache_memory_bytes": 10**6, "num_blocks": 9}, "give one of them"),
         ({"decode_steps": 0}, "decode_steps"),
         ({"implementation": "cuda"}, "implementation"),
     ],
