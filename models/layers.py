@@ -185,9 +185,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
-        out, layer_cache = attend(
-            layer_cache, q, k, v, batch, scale=self.scale, sliding_window=self.sliding_window
-        )
+        out, layer_cache = attend(layer_cache, q, k, v, batch, scale=self.scale, sliding_window=self.sliding_window)
         return self.out(out.reshape(x.shape[0], -1)), layer_cache
 
 

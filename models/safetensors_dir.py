@@ -171,9 +171,7 @@ def read_folder(folder: Path) -> Checkpoint:
     if config is None:
         raise LoadError(f"{folder}: has no config.json; is this a model's folder?")
     generation = _read_json(folder, "generation_config.json") or {}
-    settings = HfSettings(
-        path=folder / "config.json", values=config, eos_token_ids=_eos_token_ids(config, generation)
-    )
+    settings = HfSettings(path=folder / "config.json", values=config, eos_token_ids=_eos_token_ids(config, generation))
     family = find_family(settings.path, HF_FAMILIES, "model_type", config.get("model_type"))
     tokenizer_config = _read_json(folder, "tokenizer_config.json") or {}
     tokenizer_path = _member(folder, "tokenizer.json", "the loader")

@@ -47,7 +47,9 @@ class HfSettings:
         """The fields of ModelConfig but for the rotation; defaults replace those of the Llama family."""
         get = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048, **defaults}
         get |= {name: value for name, value in self.values.items() if value is not None}
-        num_heads, hidden_size, head_dim = (get.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+        num_heads, hidden_size, head_dim = (
+            get.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim")
+        )
         if head_dim is None and isinstance(num_heads, int) and isinstance(hidden_size, int) and num_heads > 0:
             head_dim = hidden_size // num_heads
         return {
@@ -136,9 +138,7 @@ class GgufSettings:
         get = self.get
         num_heads, hidden_size = get(".attention.head_count", int), get(".embedding_length", int)
         head_dim = get(".attention.key_length", int, hidden_size // max(num_heads, 1))
-        self.check_only(
-            {".expert_count": 0, ".rope.dimension_count": head_dim, ".attention.value_length": head_dim}
-        )
+        self.check_only({".expert_count": 0, ".rope.dimension_count": head_dim, ".attention.value_length": head_dim})
         eos = [get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
         return {
             "vocab_size": len(get("tokenizer.ggml.tokens", list)),

@@ -74,7 +74,9 @@ def test_forward_in_chunks_then_decode_steps_equals_transformers(load, paged, va
 @pytest.mark.parametrize("variant", WINDOWED)
 def test_forward_without_its_window_differs_from_the_first_token_beyond_it(load, paged, variant):
     model, loaded = load(variant)
-    error = np.abs(all_logits(model, loaded, paged, dataclasses.replace(loaded.config, sliding_window=64)) - model.logits)
+    error = np.abs(
+        all_logits(model, loaded, paged, dataclasses.replace(loaded.config, sliding_window=64)) - model.logits
+    )
     assert error[:WINDOW].max() < 1e-4
     assert error[WINDOW:].max(axis=1).min() > 1e-3
 
