@@ -40,6 +40,7 @@ class ProgramCase:
         implementation: of the attention.
         num_layers: None = all. Launches per layer are the difference between two depths.
         flags: a key of FLAGS.
+        cache_dtype: storage format of K and V.
     """
 
     program: str
@@ -47,12 +48,14 @@ class ProgramCase:
     implementation: str
     num_layers: int | None = None
     flags: str = ""
+    cache_dtype: str = "bfloat16"
     chip: str = "h200"
 
     @property
     def name(self) -> str:
         layers = "" if self.num_layers is None else f"{self.num_layers}_layers"
-        parts = (self.program, self.model, self.implementation, layers, self.flags)
+        dtype = "" if self.cache_dtype == "bfloat16" else self.cache_dtype
+        parts = (self.program, self.model, self.implementation, layers, dtype, self.flags)
         return "/".join(part for part in parts if part)
 
 
@@ -97,6 +100,14 @@ DEPTHS = [
 ]
 
 
+#: Groups that share arrays, blocks that leave windows, scales beside the blocks.
+GROUPS_AND_FORMATS = [
+    ProgramCase(program=program, model=model, implementation="mosaic_gpu", num_layers=n, cache_dtype=dtype)
+    for model, n, dtype in (("gemma3_270m", None, "bfloat16"), ("gemma3_270m", 6, "int8"), ("llama3_8b", 2, "int8"))
+    for program in ("decode_many", "prefill_step")
+]
+
+
 def all_cases() -> list[Case]:
     """Everything; the programs, which take longest, first."""
     programs = [
@@ -112,13 +123,15 @@ def all_cases() -> list[Case]:
         for kernel in KERNELS
         if (kernel, chip) != ("paged_decode_fp8", "a100")  # which has no 8-bit floats
     ]
-    return [*programs, *DEPTHS, *kernels, *CONTROLS]
+    return [*programs, *GROUPS_AND_FORMATS, *DEPTHS, *kernels, *CONTROLS]
 
 
 def bounded_cases() -> list[Case]:
     """What CI compiles: each kind of step with the Mosaic kernels, each kernel for each chip, all planted faults."""
 
     def is_bounded(case: Case) -> bool:
+        if case in GROUPS_AND_FORMATS:
+            return case.num_layers == 6
         if isinstance(case, ProgramCase):
             is_plain_decode = case.program == "decode_many" and case.flags != "while_node"
             return case.implementation == "mosaic_gpu" and is_plain_decode == (case.model == "llama3_8b")

@@ -8,7 +8,8 @@ import chex
 import numpy as np
 import pytest
 
-from models import gemma3, load_model
+from models import LoadError, gemma3, load, load_model
+from models.checkpoint import GGUF_FAMILIES
 from models.llama import unpermute
 from models.settings import GgufSettings
 
@@ -283,9 +284,10 @@ def test_load_damaged_gguf_says_where(gguf, options, match, refused):
         load_model(path)
 
 
-@pytest.mark.parametrize("cut", range(4, 1600, 97))
-def test_load_gguf_cut_anywhere_in_the_header_is_refused(gguf, cut, refused):
-    path = gguf(cut=cut)
+@pytest.mark.parametrize("variant", ["plain", *FAMILY_VARIANTS])
+@pytest.mark.parametrize("cut", range(4, 1600, 197))
+def test_load_gguf_cut_anywhere_in_the_header_is_refused(gguf, variant, cut, refused):
+    path = gguf(variant, cut=cut)
     with refused("not a valid GGUF file"):
         load_model(path)
 
@@ -333,7 +335,7 @@ def test_load_gguf_with_hostile_metadata_is_refused(tmp_path, record, match, ref
         ({"llama.attention.sliding_window": 0}, "sliding_window must be a whole number > 0"),
         (
             {"tokenizer.ggml.model": "bert"},
-            "tokenizer 'bert' .* not supported, only 'llama', and 'gpt2' with smollm, qwen2",
+            "tokenizer 'bert' .* only 'llama', and 'gpt2' with smollm, qwen2;",
         ),
         ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported, only 'llama', and 'gpt2' with"),
         ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
@@ -350,3 +352,57 @@ def test_load_gguf_with_bad_metadata_value_names_the_key(gguf, changes, match, r
     path = gguf(changes=changes)
     with refused(match):
         load_model(path)
+
+
+ABSURD = [None, 0, -1, 2**31 - 1, 3, "x", 0.5, True, [1, 2], float("nan")]
+
+
+@pytest.mark.parametrize("variant", ["plain", "qwen2", "qwen3", "gemma3_scaled"])
+def test_load_gguf_with_any_absurd_setting_loads_or_says_so(gguf, tiny, tiny_family, variant, load_error):
+    """Whatever a key of the family says: a LoadError that names the file, or a model; never another error."""
+    model = tiny_family(variant) if variant in FAMILY_VARIANTS else tiny(variant)
+    keys = [key for key in gguf_metadata(model.config_json) if key.startswith(("general", *GGUF_FAMILIES))]
+    for key in keys:
+        errors = []
+        for value in ABSURD:
+            path = gguf(variant, changes={key: value})
+            errors.append(load_error(path))
+            assert not errors[-1] or errors[-1].startswith(str(path)), (key, value)
+        assert any(errors), f"{key} may have any value"
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma3"])
+def test_load_gguf_without_any_one_tensor_names_it(gguf, tiny_family, variant):
+    tensors = gguf_tensors(tiny_family(variant))
+    telling = ("output.weight", "blk.0.attn_q.bias", "blk.0.attn_output.bias")  # their absence describes another model
+    for name in tensors:
+        path = gguf(variant, tensors={key: value for key, value in tensors.items() if key != name})
+        expected = "unexpected tensor blk.1" if name in telling else f"missing tensor {name}"
+        if name != "output.weight":
+            with pytest.raises(LoadError, match=expected):
+                load_model(path)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma3"])
+def test_load_gguf_with_any_one_tensor_of_another_shape_names_it(gguf, tiny_family, variant):
+    tensors = gguf_tensors(tiny_family(variant))
+    for name, value in tensors.items():
+        path = gguf(variant, tensors={**tensors, name: np.concatenate([value, value])})
+        with pytest.raises(LoadError, match=f"{name} has shape"):
+            load_model(path)
+
+
+def test_load_gguf_in_parts_joins_them_in_order(gguf, tiny_family, tmp_path, monkeypatch):
+    """As the wheels of Gemma 3 hold it; tensors lie across the cuts."""
+    path = gguf("gemma3")
+    content, folder = path.read_bytes(), tmp_path / "some_parts"
+    folder.mkdir()
+    for index in range(3):
+        (folder / f"part{index}").write_bytes(content[index * 7001 : (index + 1) * 7001 if index < 2 else None])
+    monkeypatch.syspath_prepend(tmp_path)
+    wheel = load.Wheel(files=tuple(("some_parts", f"part{index}") for index in range(3)), install="pip install parts")
+    monkeypatch.setitem(load.WHEELS, "parts", wheel)
+    chex.assert_trees_all_equal(load_model("parts").params, load_model(path).params)
+    (folder / "part1").unlink()
+    with pytest.raises(LoadError, match="not installed: pip install parts"):
+        load_model("parts")
