@@ -17,14 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.checkpoint import TABLE_WITH_POST_NORMS, Family, LoadError
+from models.config import ModelConfig, check_positive
 from models.layers import (
     Attention,
     CausalModel,
     Forward,
     GatedMLP,
-    ModelConfig,
     RMSNorm,
-    check_positive,
     rope_angles,
     rope_frequencies,
 )
