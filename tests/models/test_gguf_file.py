@@ -171,6 +171,14 @@ def test_load_gguf_of_each_family_equals_its_folder(gguf, tiny_family, tmp_path,
     chex.assert_trees_all_close(loaded.params, folder.params, rtol=0, atol=1.2e-7 if "gemma3" in variant else 0)
 
 
+def test_load_gguf_of_gemma3_with_listed_windows_equals_that_with_an_interval(gguf):
+    key = "gemma3.attention.sliding_window_pattern"
+    listed = load_model(gguf("gemma3", changes={key: [True, True, False, True, True]})).config
+    assert listed == load_model(gguf("gemma3")).config
+    with pytest.raises(LoadError, match="must come at equal intervals"):
+        load_model(gguf("gemma3", changes={key: [False, True, False, True, True]}))
+
+
 def test_load_gguf_of_gemma3_27b_scales_scores_by_hidden_size_over_heads(tiny_family):
     """The one size that is scaled so is told by its number of layers."""
     sizes = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
