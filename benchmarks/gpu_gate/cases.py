@@ -40,6 +40,7 @@ class ProgramCase:
         implementation: of the attention.
         num_layers: None = all. Launches per layer are the difference between two depths.
         flags: a key of FLAGS.
+        cache_dtype: storage format of K and V.
     """
 
     program: str
@@ -47,12 +48,14 @@ class ProgramCase:
     implementation: str
     num_layers: int | None = None
     flags: str = ""
+    cache_dtype: str = "bfloat16"
     chip: str = "h200"
 
     @property
     def name(self) -> str:
         layers = "" if self.num_layers is None else f"{self.num_layers}_layers"
-        parts = (self.program, self.model, self.implementation, layers, self.flags)
+        cache = "" if self.cache_dtype == "bfloat16" else self.cache_dtype
+        parts = (self.program, self.model, self.implementation, layers, self.flags, cache)
         return "/".join(part for part in parts if part)
 
 
@@ -97,6 +100,14 @@ DEPTHS = [
 ]
 
 
+#: K and V in 8 bits: written with their scales, copied, and read by the kernels, all in place.
+FORMATS = [
+    ProgramCase(program=program, model="llama3_8b", implementation="mosaic_gpu", num_layers=2, cache_dtype=dtype)
+    for dtype in ("int8", "float8_e4m3fn")
+    for program in ("decode_many", "prefill_step")
+]
+
+
 def all_cases() -> list[Case]:
     """Everything; the programs, which take longest, first."""
     programs = [
@@ -112,7 +123,7 @@ def all_cases() -> list[Case]:
         for kernel in KERNELS
         if (kernel, chip) != ("paged_decode_fp8", "a100")  # which has no 8-bit floats
     ]
-    return [*programs, *DEPTHS, *kernels, *CONTROLS]
+    return [*programs, *DEPTHS, *FORMATS, *kernels, *CONTROLS]
 
 
 def bounded_cases() -> list[Case]:

@@ -77,7 +77,7 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         max_blocks_per_seq=TABLE_WIDTH,
-        dtype="bfloat16",
+        dtype=case.cache_dtype,
         max_num_seqs=NUM_ROWS,
     )
     state = _on(sharding, jax.eval_shape(lambda: init_state(cache, vocab_size=model.vocab_size)))
