@@ -144,9 +144,9 @@ def find_family(path: Path, names: Mapping[str, str], key: str, value: object) -
     Raises:
         LoadError: there is no such family.
     """
-    if value not in names:
-        raise LoadError(f"{path}: {key} {value!r} is not supported, only {', '.join(names)}")
-    return importlib.import_module(f"models.{names[str(value)]}").FAMILY
+    if not isinstance(value, str) or value not in names:
+        raise LoadError(f"{path}: {key} {value!r:.80} is not supported, only {', '.join(names)}")
+    return importlib.import_module(f"models.{names[value]}").FAMILY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _locate(path: tuple[Any, ...]) -> tuple[str, int | None, str]:
-    """Path in our params -> (row of the table, layer or None, leaf): (layers, 3, mlp, down, bias) -> mlp.down, 3, bias."""
+    """Path in our params -> (row of the table, layer or None, leaf): (norm, weight) -> norm, None, weight."""
     keys = [key.key for key in path]
     layer = keys[1] if keys[0] == "layers" else None
     inner = keys[2:] if layer is not None else keys

@@ -74,10 +74,27 @@ class _Cursor:
             return self.array(what)
         raise self.fail(f"{what} has unknown type {kind}")
 
+    def texts(self, what: str) -> list[str]:
+        """As many calls of `text`, in one loop: a vocabulary has hundreds of thousands of them."""
+        count, read_size, data = self.count(8, f"length of {what}"), struct.Struct("<Q").unpack_from, self.data
+        found, offset, end = [], self.offset, len(self.data)
+        for _ in range(count):
+            start = offset + 8
+            size = read_size(data, offset)[0] if start <= end else end
+            offset = start + size
+            if offset > end:
+                raise self.fail(f"length of {what} is more than the rest of the file can hold")
+            found.append(data[start:offset])
+        self.offset = offset
+        try:
+            return [text.decode() for text in found]
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} is not UTF-8") from error
+
     def array(self, what: str) -> list[Any]:
         kind = self.scalar("I", f"type of {what}")
         if kind == _STRING:
-            return [self.text(what) for _ in range(self.count(8, f"length of {what}"))]
+            return self.texts(what)
         if kind not in _SCALARS:
             raise self.fail(f"{what} is an array of unsupported type {kind}")
         code = _SCALARS[kind]

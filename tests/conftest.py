@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,7 +58,11 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the files, skips what this machine cannot run, and says why."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
-    has_gpu = jax.default_backend() == "gpu"
+    has_gpu, cache = jax.default_backend() == "gpu", os.environ.get("TEST_CACHE", "full")
     for item in items:
+        if "full_cache" in item.keywords and cache != "full":
+            item.add_marker(
+                pytest.mark.skip(reason=f"counts blocks or looks into arrays of TEST_CACHE=full, not {cache}")
+            )
         if "gpu" in item.keywords and not has_gpu:
             item.add_marker(pytest.mark.skip(reason=f"no GPU: JAX's default backend is {jax.default_backend()}"))

@@ -1,13 +1,14 @@
 """Test doubles that the whole suite shares: TINY, DENSE, ORACLE, POISON, AUDIT, and a byte tokenizer.
 
-* TINY: a random decoder; DENSE: the same weights without any cache, the answer that TINY must give.
+* TINY: a random decoder; MIXED: the same with a window of WINDOW tokens in its second layer; DENSE: the same weights
+  without any cache, the answer that they must give.
 * ORACLE: a model that reads its own past back through the block table and emits token 0 at any slip.
 * POISON: NaN in every slot that holds no live token, garbage in every dead table entry.
 * AUDIT: the block manager's invariants, checked after each step.
 
 The environment variable TEST_CACHE chooses the cache that they run on, for whole test files at once: "full" (float32,
-one group), "windows" (a group with full attention and one with a window of WINDOW tokens) or "int8". Engines then have as
-many blocks per group as a test asks for.
+one group), "windows" (a group with full attention and one with a window of WINDOW tokens) or "int8". Engines then have
+as many blocks per group as a test asks for.
 """
 
 import dataclasses
@@ -40,26 +41,28 @@ class MixedConfig(LlamaConfig):
         return (None, WINDOW)
 
 
-TINY_CONFIG = (MixedConfig if CACHE == "windows" else LlamaConfig)(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=4096,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-)
-TINY = LlamaForward(TINY_CONFIG)
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+MIXED = LlamaForward(MixedConfig(**_SIZES))
+TINY = MIXED if CACHE == "windows" else LlamaForward(LlamaConfig(**_SIZES))
+TINY_CONFIG = TINY.config
 
 
 @functools.cache
 def tiny_params():
     """Weights large enough that greedy text wanders through the vocabulary."""
-    params = init_params(TINY_CONFIG, nnx.Rngs(0))
+    params = init_params(LlamaConfig(**_SIZES), nnx.Rngs(0))
     return jax.tree.map(lambda x: 12.0 * x if x.ndim == 2 else x, params)
 
 
@@ -85,9 +88,9 @@ def _stored(x):
     return jnp.clip(jnp.round(x / scale), -127, 127) * scale
 
 
-@jax.jit
-def _dense(params, token_ids):
-    c = TINY_CONFIG
+@functools.partial(jax.jit, static_argnames="forward")
+def _dense(params, token_ids, forward):
+    c = forward.config
     x = params["embedding"][token_ids]
     distance = np.arange(len(token_ids))[:, None] - np.arange(len(token_ids))[None]
     for layer in range(c.num_layers):
@@ -105,25 +108,25 @@ def _dense(params, token_ids):
     return _norm(x, params["norm"]["weight"]) @ params["embedding"].T
 
 
-def dense_logits(token_ids, params=None) -> np.ndarray:
+def dense_logits(token_ids, params=None, forward=TINY) -> np.ndarray:
     """Logits [T, V] after each token, without any cache. Padded to a few lengths: causality makes padding harmless."""
     size = max(16, 1 << (len(token_ids) - 1).bit_length())
     padded = np.zeros(size, np.int32)
     padded[: len(token_ids)] = token_ids
-    return np.asarray(_dense(tiny_params() if params is None else params, padded))[: len(token_ids)]
+    return np.asarray(_dense(tiny_params() if params is None else params, padded, forward))[: len(token_ids)]
 
 
 @functools.cache
-def _dense_tokens(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+def _dense_tokens(prompt: tuple[int, ...], num_tokens: int, forward) -> list[int]:
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(int(np.argmax(dense_logits(tokens)[-1])))
+        tokens.append(int(np.argmax(dense_logits(tokens, forward=forward)[-1])))
     return tokens[len(prompt) :]
 
 
-def dense_tokens(prompt, num_tokens: int) -> list[int]:
-    """The greedy continuation: what every TINY run must give."""
-    return _dense_tokens(tuple(prompt), num_tokens)
+def dense_tokens(prompt, num_tokens: int, forward=TINY) -> list[int]:
+    """The greedy continuation: what every run of TINY, or MIXED, must give."""
+    return _dense_tokens(tuple(prompt), num_tokens, forward)
 
 
 # -- ORACLE ----------------------------------------------------------------------------------------------------------
@@ -290,9 +293,9 @@ class Disturbance:
         audit(self.llm._runner._state)
 
 
-def cache_config(num_usable_blocks: int, block_size: int = 4, **sizes) -> CacheConfig:
+def cache_config(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **sizes) -> CacheConfig:
     """pool(N, B) of the trials, for TINY: N blocks that can really be handed out, for each group."""
-    layer_groups, sliding_windows = group_layers(TINY_CONFIG.layer_windows)
+    layer_groups, sliding_windows = group_layers(getattr(forward, "config", TINY_CONFIG).layer_windows)
     defaults = {
         "max_num_seqs": 8,
         "max_blocks_per_seq": num_usable_blocks,
@@ -319,7 +322,8 @@ def _split(options: dict) -> tuple[dict, dict]:
 def tiny_llm(num_usable_blocks: int, block_size: int = 4, *, forward=TINY, **options) -> AuditedLLM:
     """TINY in an audited engine; options of CacheConfig or LLM."""
     sizes, options = _split(options)
-    return AuditedLLM(forward, tiny_params(), cache_config(num_usable_blocks, block_size, **sizes), **options)
+    config = cache_config(num_usable_blocks, block_size, forward=forward, **sizes)
+    return AuditedLLM(forward, tiny_params(), config, **options)
 
 
 def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
@@ -328,15 +332,20 @@ def with_several_sizes(llm: AuditedLLM) -> AuditedLLM:
     return llm
 
 
-def oracle_llm(num_usable_blocks: int, block_size: int = 4, *, cache: str = CACHE, **options) -> AuditedLLM:
-    """ORACLE in an audited engine, on the cache of TEST_CACHE or another one."""
-    sizes, options = _split(options)
+def oracle_config(num_usable_blocks: int, block_size: int = 4, *, cache: str = CACHE, **sizes) -> CacheConfig:
+    """Like cache_config, for ORACLE, on the cache of TEST_CACHE or another one."""
     windows = (None, WINDOW) if cache == "windows" else (None,)
     layer_groups, sliding_windows = group_layers(windows)
     defaults = {"num_layers": len(windows), "num_kv_heads": 3, "head_dim": 1}
     defaults |= {"layer_groups": layer_groups, "sliding_windows": sliding_windows}
     defaults |= {"dtype": "int8" if cache == "int8" else "float32"}
-    config = cache_config(num_usable_blocks, block_size, **(defaults | sizes))
+    return cache_config(num_usable_blocks, block_size, **(defaults | sizes))
+
+
+def oracle_llm(num_usable_blocks: int, block_size: int = 4, *, cache: str = CACHE, **options) -> AuditedLLM:
+    """ORACLE in an audited engine; options of CacheConfig or LLM."""
+    sizes, options = _split(options)
+    config = oracle_config(num_usable_blocks, block_size, cache=cache, **sizes)
     return AuditedLLM(oracle_forward, {}, config, vocab_size=VOCAB, **options)
 
 

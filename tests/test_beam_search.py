@@ -289,6 +289,7 @@ class PlainBeams:
         return len({tuple(s[: end + self.size]) for s in stored for end in range(0, len(s), self.size)})
 
 
+@pytest.mark.full_cache
 def test_b50_b47_every_step_shares_all_it_can_and_copies_only_shared_partial_blocks():
     # Without a prefix cache: all free blocks stand in one queue.
     llm = tiny_llm(96, decode_steps=1, max_num_seqs=ROWS, max_num_batched_tokens=16, enable_prefix_caching=False)
@@ -315,6 +316,7 @@ def test_b50_b47_every_step_shares_all_it_can_and_copies_only_shared_partial_blo
     assert llm.peak_blocks < 60  # of up to 2 + 4 * 5 and 2 + 4 * 6 without sharing
 
 
+@pytest.mark.full_cache
 def test_dispatches_of_many_steps_copy_no_more_and_find_the_same():
     llm, prompts, copies = tiny_llm(96, max_num_seqs=ROWS, max_num_batched_tokens=16), [prompt(8), prompt(3, 2)], []
     plain = PlainBeams(llm, prompts, 4)
@@ -368,6 +370,7 @@ def test_prompts_that_do_not_fit_together_run_one_after_the_other(scarce_llm):
         assert_equal(output, plain_tiny(p, 4, 5))
 
 
+@pytest.mark.full_cache
 def test_search_that_outgrows_the_pool_fails_alone_with_numbers(scarce_llm):
     prompts = [prompt(5), prompt(48, 2), prompt(6, 3), prompt(59, 4)]
     outputs = search(scarce_llm, prompts, 4, 5)
@@ -380,6 +383,7 @@ def test_search_that_outgrows_the_pool_fails_alone_with_numbers(scarce_llm):
         assert_equal(outputs[i], plain_tiny(prompts[i], 4, 5))
 
 
+@pytest.mark.full_cache
 def test_search_that_could_outgrow_the_pool_but_shares_enough_is_served(scarce_llm):
     one = BeamSearch(index=0, prompt_token_ids=(1,) * 33, max_tokens=5)
     assert max_blocks(one, 4, scarce_llm.cache_config, 256) == 16
@@ -388,6 +392,7 @@ def test_search_that_could_outgrow_the_pool_but_shares_enough_is_served(scarce_l
     assert_equal(search(scarce_llm, [p], 4, 5)[0], plain_tiny(p, 4, 5))
 
 
+@pytest.mark.full_cache
 def test_search_that_the_pool_stopped_goes_on_when_there_is_room(scarce_llm):
     runner, p = scarce_llm._runner, prompt(5)
     for start in range(0, 40, 10):

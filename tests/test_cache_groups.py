@@ -434,3 +434,16 @@ def test_windows_alone_follow_chains_in_the_largest():
     assert cached.hit([*A, 99]) == 20
     cached.evict(1, 0)
     assert cached.hit([*A, 99]) == 0  # the chain is followed from its root
+
+
+def test_gemma3_270m_holds_a_third_of_the_bytes_at_4096_tokens():
+    """benchmarks/windows.py counts the same with the block manager itself."""
+    layer_windows = [None if i % 6 == 5 else 512 for i in range(18)]
+    sizes = {"num_blocks": 9, "num_layers": 18, "num_kv_heads": 1, "head_dim": 256, "max_blocks_per_seq": 256}
+    groups, windows = group_layers(layer_windows)
+    grouped = CacheConfig(layer_groups=groups, sliding_windows=windows, **sizes)
+    full = CacheConfig(**sizes)
+    assert grouped.num_arrays * 6 == full.num_arrays
+    one = full.num_blocks_for(4096) * full.bytes_per_block
+    assert one >= 3 * grouped.num_blocks_for(4096) * grouped.bytes_per_block
+    assert one >= 3 * grouped.max_blocks_for(4096, 256) * grouped.bytes_per_block

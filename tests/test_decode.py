@@ -9,7 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import TINY, VOCAB, audit, cache_config, dense_tokens, oracle_forward, oracle_tokens, prompt, tiny_params
+from doubles import (
+    MIXED,
+    TINY,
+    VOCAB,
+    audit,
+    cache_config,
+    dense_tokens,
+    oracle_config,
+    oracle_forward,
+    oracle_tokens,
+    prompt,
+    tiny_params,
+)
 
 from paged_jax import (
     FinishReason,
@@ -201,6 +213,7 @@ def test_prefill_step_plan_of_other_rows_is_refused_by_name(field):
         prefill_step(TINY, tiny_params(), new_state(20), dataclasses.replace(plan, **{field: short}))
 
 
+@pytest.mark.full_cache
 def test_steps_leave_the_reserve_of_their_rows_free():
     _, output = prefill(new_state(4), {0: prompt(9)}, reserve=2)
     assert (int(output.status), int(output.num_free)) == (Status.OUT_OF_BLOCKS, 4)
@@ -252,6 +265,7 @@ def test_one_rows_end_does_not_stop_the_others():
     assert (int(output.finish[0]), int(output.num_tokens[0]), int(output.num_tokens[1])) == (FinishReason.LENGTH, 2, 8)
 
 
+@pytest.mark.full_cache
 def test_loop_stops_computing_when_every_row_is_done():
     state, _ = prefill(new_state(20), {0: prompt(5)}, max_tokens=3)
     state, output = decode(state, num_steps=8)
@@ -288,6 +302,7 @@ def test_b17_abort_of_a_row_that_finished_in_the_same_step_is_refused_bit_equal(
 
 
 @pytest.mark.parametrize("num_real", range(1, 8))
+@pytest.mark.full_cache
 def test_b25_vacated_and_padding_rows_write_no_live_slot(num_real):
     """Rows come and go in a batch of 8; every slot that no row was to write keeps its bits."""
     state = new_state(24, max_blocks_per_seq=4)
@@ -322,9 +337,7 @@ def test_fork_then_decode_copies_the_shared_block_before_it_is_written():
     """Copy-on-write inside the step: both rows go on from one prompt, and neither sees the other's tokens."""
     from paged_jax.block_table import fork
 
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 3, "layer_groups": ()}
-    config = dataclasses.replace(cache_config(20, max_num_seqs=ROWS), **sizes)
-    state = init_state(config, max_stop_token_ids=STOPS)
+    state = init_state(oracle_config(20, max_num_seqs=ROWS), max_stop_token_ids=STOPS)
     state, _ = prefill_step(oracle_forward, {}, state, plan_of({0: prompt(6)}), vocab_size=VOCAB)
     pool, table, status = fork(state.pool, state.table, jnp.array([0, 0, *range(2, ROWS)], jnp.int32))
     assert int(status) == Status.OK
@@ -381,29 +394,36 @@ def test_b101_two_layers_sharing_kv_arrays_work():
         logits = (out + again)[:, 0][batch.logits_indices]
         return logits, cache.with_layer(0, layer)
 
-    config = dataclasses.replace(cache_config(8, max_num_seqs=ROWS), num_layers=1, num_kv_heads=1, layer_groups=())
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "layer_groups": (), "sliding_windows": ()}
+    config = cache_config(8, max_num_seqs=ROWS, **sizes)
     state = init_state(config, max_stop_token_ids=STOPS)
     state, first = prefill_step(forward, {}, state, plan_of({0: [1, 2, 3]}))
     _, output = decode_many(forward, {}, state, num_steps=2)
     assert (int(first.num_tokens[0]), int(output.num_tokens[0])) == (1, 2)
 
 
-def program(kind, num_usable=256, max_blocks_per_seq=64, **sizes):
-    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq, caching=True, **sizes)
+def program(kind, num_usable=256, max_blocks_per_seq=64, forward=TINY, **sizes):
+    state = new_state(num_usable, 16, max_blocks_per_seq=max_blocks_per_seq, caching=True, forward=forward, **sizes)
     if kind == "decode_many":
-        lowered = decode_many.lower(TINY, tiny_params(), state, num_steps=4)
+        lowered = decode_many.lower(forward, tiny_params(), state, num_steps=4)
     elif kind == "beam_search_many":
         tokens = jnp.ones(2, jnp.int32)
         beams = init_beams(tokens, tokens, beam_width=4, eos_token_ids=tokens)
-        lowered = beam_search_many.lower(TINY, tiny_params(), state, beams, num_steps=4)
+        lowered = beam_search_many.lower(forward, tiny_params(), state, beams, num_steps=4)
     else:
-        lowered = prefill_step.lower(TINY, tiny_params(), state, plan_of({0: [1]}))
+        lowered = prefill_step.lower(forward, tiny_params(), state, plan_of({0: [1]}))
     return state, lowered.compile()
 
 
-#: Every kind of step; then every storage format, and blocks of the arrays smaller than the block manager's.
+#: Every kind of step; then groups that share arrays, storage formats, and blocks of the arrays smaller than the block
+#: manager's.
 PROGRAMS = [
     *(pytest.param(kind, {}, id=kind) for kind in ("decode_many", "prefill_step", "beam_search_many")),
+    *(
+        pytest.param(kind, {"forward": MIXED}, id=f"{kind}_two_groups")
+        for kind in ("decode_many", "prefill_step", "beam_search_many")
+    ),
+    pytest.param("decode_many", {"forward": MIXED, "dtype": "int8"}, id="decode_many_two_groups_int8"),
     *(pytest.param("decode_many", {"dtype": dtype}, id=dtype) for dtype in CACHE_DTYPES[1:]),
     pytest.param("prefill_step", {"dtype": "int8"}, id="prefill_step_int8"),
     pytest.param("decode_many", {"dtype": "int8", "kernel_block_size": 4}, id="int8_kernel_block_size_4"),
@@ -435,8 +455,9 @@ HLO_NAMES = {"float32": "f32", "float16": "f16", "uint16": "u16", "int8": "s8", 
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of older versions copies counts when rows are released")
-def test_compiled_decode_many_copies_nothing_of_the_block_manager_that_is_as_large_as_the_pool():
-    state, compiled = program("decode_many")
+@pytest.mark.parametrize("forward", [TINY, MIXED], ids=["one_group", "two_groups"])
+def test_compiled_decode_many_copies_nothing_of_the_block_manager_that_is_as_large_as_the_pool(forward):
+    state, compiled = program("decode_many", forward=forward)
     text = compiled.as_text()
     for array in jax.tree.leaves((state.pool, state.prefix_cache)):
         if array.size >= state.pool.num_blocks:

@@ -243,6 +243,7 @@ def test_eos_token_ids_take_what_model_configurations_hold(eos, expected):
     assert tiny_llm(20, eos_token_ids=eos).eos_token_ids == expected
 
 
+@pytest.mark.full_cache
 def test_cache_with_fewer_layers_than_the_model_is_refused_with_the_remedy():
     config = dataclasses.replace(cache_config(4), num_layers=1, layer_groups=())
     with pytest.raises(ValueError, match="num_layers"):
@@ -365,6 +366,7 @@ def test_too_many_stop_tokens_fail_alone_with_the_limit(llm):
     assert "limit is 16" in str(output.error)
 
 
+@pytest.mark.full_cache
 def test_occupancy_is_reported(llm):
     llm.core.peak_blocks = 0
     generate(llm, [prompt(9)], dataclasses.replace(GREEDY, max_tokens=8))  # 16 stored tokens

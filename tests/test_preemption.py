@@ -88,6 +88,7 @@ def test_b28_full_host_pool_falls_back_to_recompute(num_host_blocks):
     assert (llm.core.num_host_blocks_used, llm.is_whole) == (0, True)
 
 
+@pytest.mark.full_cache
 def test_b30_samples_come_back_into_exactly_the_blocks_that_they_shared():
     """Three samples, one of which has ended: 1 shared block and 2 private ones."""
     llm = oracle_llm(8)
@@ -115,6 +116,7 @@ def test_b30_samples_come_back_into_exactly_the_blocks_that_they_shared():
     llm.abort_all()
 
 
+@pytest.mark.full_cache
 def test_r61_swapped_blocks_come_back_bit_for_bit_into_other_blocks():
     """More blocks than one transfer moves, shared and partial ones, in rows that change their places."""
     llm = tiny_llm(80, max_num_batched_tokens=32)
@@ -148,7 +150,8 @@ def test_r61_swapped_blocks_come_back_bit_for_bit_into_other_blocks():
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_b20_restore_that_lacks_one_block_of_a_group_changes_nothing(group):
     """Three groups; the rows need 3 * 2 blocks and one more of one group, of 6 in the pool."""
-    config = dataclasses.replace(cache_config(6), num_layers=3, layer_groups=((0,), (1,), (2,)))
+    sizes = {"num_layers": 3, "layer_groups": ((0,), (1,), (2,)), "sliding_windows": ()}
+    config = cache_config(2, max_blocks_per_seq=6, **sizes)
     pool, table = init(config)
     numbers = np.zeros((3, 8, 6), np.int32)
     numbers[:, 1, :2] = np.arange(1, 7).reshape(3, 2)
@@ -168,6 +171,7 @@ def test_b20_restore_that_lacks_one_block_of_a_group_changes_nothing(group):
     check_invariants(pool, table)
 
 
+@pytest.mark.full_cache
 def test_restore_into_a_row_in_use_is_refused_and_shared_blocks_count_their_owners():
     pool, table = init(cache_config(8))
     one = jnp.zeros(8, jnp.int32).at[0].set(6)
@@ -266,6 +270,7 @@ def test_several_half_done_prompts_cannot_block_each_other():
     assert tokens_of(generate(llm, prompts, greedy(10))) == [oracle_tokens(p, 10) for p in prompts]
 
 
+@pytest.mark.full_cache
 def test_reserve_is_for_high_priorities():
     llm = oracle_llm(8, priority_reserve=0.5, scheduling_policy="priority", decode_steps=1)
     failed, low, high = generate(llm, [prompt(14, 1), prompt(9, 2), prompt(14, 3)], greedy(4), priority=[0, 0, -1])

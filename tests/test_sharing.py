@@ -307,6 +307,7 @@ def one_by_one(llm, text, params, **changes):
 
 
 @pytest.mark.parametrize(("length", "blocks", "num_copies"), [(6, 4, 2), (8, 5, 0), (3, 3, 2)])
+@pytest.mark.full_cache
 def test_b47_samples_share_full_blocks_and_copy_the_partial_one(llm, length, blocks, num_copies):
     before, steps = llm.block_counters, []
     llm.watch = lambda state: steps.append(
@@ -359,6 +360,7 @@ def test_samples_of_a_cached_prompt_are_the_same_samples(llm):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+@pytest.mark.full_cache
 def test_b18_abort_gives_back_the_blocks_of_every_sample(llm, num_steps):
     llm.add_request("a", {"prompt_token_ids": prompt(6)}, dataclasses.replace(RANDOM, n=4, max_tokens=20))
     llm.add_request("b", {"prompt_token_ids": prompt(9)}, dataclasses.replace(GREEDY, max_tokens=20))
@@ -397,6 +399,7 @@ def test_b54_samples_through_a_scarce_pool_equal_those_of_an_ample_one(llm):
     assert sum(scarce.core.num_preemptions.values()) > 0
 
 
+@pytest.mark.full_cache
 def test_samples_that_can_never_fit_fail_alone_with_the_numbers(llm):
     params = [dataclasses.replace(RANDOM, n=9), dataclasses.replace(RANDOM, n=8, max_tokens=40), GREEDY]
     rows, blocks, fine = generate(llm, [prompt(5)] * 3, params)
@@ -440,6 +443,7 @@ def llm_of_words(llm):
     llm.tokenizer = None
 
 
+@pytest.mark.full_cache
 def test_example_parallel_sampling_stores_the_prompt_once(llm_of_words, capsys):
     from examples.parallel_sampling import main
 

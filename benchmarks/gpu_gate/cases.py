@@ -54,8 +54,8 @@ class ProgramCase:
     @property
     def name(self) -> str:
         layers = "" if self.num_layers is None else f"{self.num_layers}_layers"
-        cache = "" if self.cache_dtype == "bfloat16" else self.cache_dtype
-        parts = (self.program, self.model, self.implementation, layers, self.flags, cache)
+        dtype = "" if self.cache_dtype == "bfloat16" else self.cache_dtype
+        parts = (self.program, self.model, self.implementation, layers, dtype, self.flags)
         return "/".join(part for part in parts if part)
 
 
@@ -100,10 +100,15 @@ DEPTHS = [
 ]
 
 
-#: K and V in 8 bits: written with their scales, copied, and read by the kernels, all in place.
-FORMATS = [
-    ProgramCase(program=program, model="llama3_8b", implementation="mosaic_gpu", num_layers=2, cache_dtype=dtype)
-    for dtype in ("int8", "float8_e4m3fn")
+#: Groups that share arrays, blocks that leave windows, scales beside the blocks.
+GROUPS_AND_FORMATS = [
+    ProgramCase(program=program, model=model, implementation="mosaic_gpu", num_layers=n, cache_dtype=dtype)
+    for model, n, dtype in (
+        ("gemma3_270m", None, "bfloat16"),
+        ("gemma3_270m", 6, "int8"),
+        ("llama3_8b", 2, "int8"),
+        ("llama3_8b", 2, "float8_e4m3fn"),
+    )
     for program in ("decode_many", "prefill_step")
 ]
 
@@ -123,13 +128,15 @@ def all_cases() -> list[Case]:
         for kernel in KERNELS
         if (kernel, chip) != ("paged_decode_fp8", "a100")  # which has no 8-bit floats
     ]
-    return [*programs, *DEPTHS, *FORMATS, *kernels, *CONTROLS]
+    return [*programs, *GROUPS_AND_FORMATS, *DEPTHS, *kernels, *CONTROLS]
 
 
 def bounded_cases() -> list[Case]:
     """What CI compiles: each kind of step with the Mosaic kernels, each kernel for each chip, all planted faults."""
 
     def is_bounded(case: Case) -> bool:
+        if case in GROUPS_AND_FORMATS:
+            return case.num_layers == 6
         if isinstance(case, ProgramCase):
             is_plain_decode = case.program == "decode_many" and case.flags != "while_node"
             return case.implementation == "mosaic_gpu" and is_plain_decode == (case.model == "llama3_8b")

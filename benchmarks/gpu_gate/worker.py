@@ -4,6 +4,7 @@ A process each, because a kernel that the chip cannot run may abort it. The dire
 XLA_FLAGS and MOSAIC_GPU_DUMP_TO, set by the caller, ask the compilers to write.
 """
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -18,8 +19,9 @@ from jax.experimental import topologies
 from benchmarks.gpu_gate import controls
 from benchmarks.gpu_gate.cases import ControlCase, KernelCase, ProgramCase, case_named
 from benchmarks.gpu_gate.targets import CHIPS
-from models.llama import LlamaConfig, LlamaForward, RopeScaling, abstract_params
-from paged_jax.config import CacheConfig
+from models.gemma3 import Gemma3Config, Gemma3Forward
+from models.llama import LlamaConfig, LlamaForward, RopeScaling
+from paged_jax.config import CacheConfig, group_layers
 from paged_jax.decode import decode_many, prefill_step
 from paged_jax.state import PrefillPlan, init_state
 from pallas_kernels.shapes import MODEL_SHAPES
@@ -31,29 +33,45 @@ TABLE_WIDTH = 512
 NUM_PREFILL_TOKENS = 2048
 
 MODELS = {
-    "smollm2_135m": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rope_theta=1e5,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
+    "smollm2_135m": LlamaForward(
+        LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            rope_theta=1e5,
+            tie_word_embeddings=True,
+            max_position_embeddings=8192,
+        )
     ),
-    "llama3_8b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope_theta=5e5,
-        rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
-        max_position_embeddings=131072,
+    "llama3_8b": LlamaForward(
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rope_theta=5e5,
+            rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
+            max_position_embeddings=131072,
+        )
+    ),
+    "gemma3_270m": Gemma3Forward(
+        Gemma3Config(
+            vocab_size=32768,  # of 262144: logits alone would take more than K and V of three layers
+            hidden_size=640,
+            intermediate_size=2048,
+            num_layers=18,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=256,
+            max_position_embeddings=32768,
+        )
     ),
 }
 
@@ -68,9 +86,11 @@ def _num_bytes(tree: Any) -> int:
 
 def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
     """The traced step of a model, and the sizes to check it by."""
-    model = MODELS[case.model]
-    layers = case.num_layers or model.num_layers
-    model = LlamaConfig(**{**vars(model), "num_layers": layers})
+    forward = MODELS[case.model]
+    layers = case.num_layers or forward.config.num_layers
+    forward = dataclasses.replace(forward, config=dataclasses.replace(forward.config, num_layers=layers))
+    model = forward.config
+    layer_groups, sliding_windows = group_layers(model.layer_windows)
     cache = CacheConfig(
         num_blocks=NUM_BLOCKS,
         num_layers=layers,
@@ -79,10 +99,12 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         max_blocks_per_seq=TABLE_WIDTH,
         dtype=case.cache_dtype,
         max_num_seqs=NUM_ROWS,
+        layer_groups=layer_groups,
+        sliding_windows=sliding_windows,
     )
     state = _on(sharding, jax.eval_shape(lambda: init_state(cache, vocab_size=model.vocab_size)))
-    bf16 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), abstract_params(model))
-    params, forward = _on(sharding, bf16), LlamaForward(model)
+    weights = forward.abstract_params(model)
+    params = _on(sharding, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights))
     if case.program == "decode_many":
         traced = decode_many.trace(
             forward, params, state, num_steps=NUM_STEPS, num_rows=NUM_ROWS, implementation=case.implementation
@@ -104,7 +126,7 @@ def program(case: ProgramCase, sharding: Any) -> tuple[Any, dict[str, Any]]:
         "num_layers": layers,
         "cache_bytes": cache_bytes,
         "state_bytes": _num_bytes(state),
-        "layer_bytes": cache_bytes // layers,
+        "layer_bytes": cache_bytes // cache.num_arrays,
         "pool_shapes": sorted({x.shape for x in jax.tree.leaves(watched) if NUM_BLOCKS in x.shape}),
     }
 

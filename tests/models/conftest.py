@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from models import load_model
 from models.checkpoint import Checkpoint, LoadError, StoredTensor, read_params
 from models.layers import ModelConfig
 from models.llama import FAMILY, LlamaConfig, LlamaForward, RopeScaling
@@ -205,7 +206,7 @@ def smollm2_reference() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """SmolLM2 in float32, loaded once; skips where the wheel is not installed."""
-    from models.load import find_wheel, load_model
+    from models.load import find_wheel
 
     try:
         find_wheel("smollm2")
@@ -231,6 +232,20 @@ def _refused(match: str) -> Iterator[None]:
 def refused() -> Any:
     """refused(match): a context that expects a LoadError, soon and without large allocations."""
     return _refused
+
+
+def _load_error(path: Path) -> str:
+    try:
+        load_model(path)
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def load_error() -> Any:
+    """load_error(path): what load_model says of it, "" if it loads; any other error than a LoadError is raised."""
+    return _load_error
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,17 @@
 """GGUF files: what is read, and everything that can be wrong with them."""
 
+import dataclasses
 import struct
+from pathlib import Path
 
 import chex
 import numpy as np
 import pytest
 
-from models import load_model
-from models.gguf_file import unpermute
+from models import LoadError, gemma3, load, load_model
+from models.checkpoint import GGUF_FAMILIES
+from models.llama import unpermute
+from models.settings import GgufSettings
 
 HF_TO_GGUF = {
     "model.embed_tokens": "token_embd",
@@ -22,13 +26,21 @@ HF_TO_GGUF = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
+GEMMA3_TO_GGUF = HF_TO_GGUF | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 
 
-def gguf_name(name):
+def gguf_name(name, table=HF_TO_GGUF):
     prefix, _, rest = name.removeprefix("model.layers.").partition(".") if "layers" in name else ("", "", name)
     stem, _, suffix = rest.rpartition(".")
-    return f"{f'blk.{prefix}.' if prefix else ''}{HF_TO_GGUF[stem]}.{suffix}"
+    return f"{f'blk.{prefix}.' if prefix else ''}{table[stem]}.{suffix}"
 
 
 def interleave(weight, heads):
@@ -41,17 +53,29 @@ def gguf_metadata(config):
     letters = [chr(97 + i) for i in range(26)]
     tokens = ["<unk>", "<s>", "</s>", "<|tool|>", *letters, "ab", "Ġ", "1", "2", "12"]
     tokens += [f"spare{i}" for i in range(config["vocab_size"] - len(tokens))]
+    sizes = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.key_length": config["head_dim"],
+        "rope.dimension_count": config["head_dim"],
+        "rope.freq_base": config["rope_theta"],
+    }
+    if config["model_type"] in ("mistral", "gemma3_text"):
+        sizes["attention.sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gemma3_text":
+        sizes["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
+        sizes["rope.freq_base_swa"] = config["rope_local_base_freq"]
+        if "rope_scaling" in config:
+            sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": config["rope_scaling"]["factor"]}
+    architecture = ARCHITECTURES[config["model_type"]]
     return {
-        "general.architecture": "llama",
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.dimension_count": config["head_dim"],
-        "llama.rope.freq_base": config["rope_theta"],
+        "general.architecture": architecture,
+        **{f"{architecture}.{key}": value for key, value in sizes.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -101,20 +125,27 @@ def gguf_bytes(metadata, tensors, *, entry=None, counts=None, magic=b"GGUF", ver
 
 
 def gguf_tensors(model):
-    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
+    """The tensors as llama.cpp's converter writes them."""
+    config = model.config_json
+    family = config["model_type"]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors = {}
     for name, value in model.weights.items():
         part = name.split(".")[-2]
-        tensors[gguf_name(name)] = interleave(value, heads[part]) if part in heads else value
+        if family in ("llama", "mistral") and part in heads:
+            value = interleave(value, heads[part])
+        if family == "gemma3_text" and part.endswith("norm"):
+            value = value + 1
+        tensors[gguf_name(name, GEMMA3_TO_GGUF if family == "gemma3_text" else HF_TO_GGUF)] = value
     return tensors
 
 
 @pytest.fixture
-def gguf(tiny, tmp_path):
+def gguf(tiny, tiny_family, tmp_path):
     """gguf(variant, metadata changes (None removes), tensors, cut, options of gguf_bytes) -> path of a tiny file."""
 
     def write(variant="plain", changes=None, tensors=None, cut=None, **options):
-        model = tiny(variant)
+        model = tiny_family(variant) if variant in FAMILY_VARIANTS else tiny(variant)
         metadata = gguf_metadata(model.config_json) | (changes or {})
         metadata = {key: value for key, value in metadata.items() if value is not None}
         content = gguf_bytes(metadata, gguf_tensors(model) if tensors is None else tensors, **options)
@@ -123,6 +154,29 @@ def gguf(tiny, tmp_path):
         return path
 
     return write
+
+
+FAMILY_VARIANTS = ["mistral", "qwen2", "qwen3", "qwen3_biased", "gemma3", "gemma3_scaled"]
+# What a GGUF file cannot say: scores are scaled by the head's width.
+GGUF_CONFIG = {"gemma3": {"query_pre_attn_scalar": 8.0}, "gemma3_scaled": {"query_pre_attn_scalar": 8.0}}
+
+
+@pytest.mark.parametrize("variant", FAMILY_VARIANTS)
+def test_load_gguf_of_each_family_equals_its_folder(gguf, tiny_family, tmp_path, variant):
+    folder = load_model(tiny_family(variant).save(tmp_path))
+    loaded = load_model(gguf(variant))
+    assert loaded.config == dataclasses.replace(folder.config, **GGUF_CONFIG.get(variant, {}))
+    assert type(loaded.forward) is type(folder.forward)
+    # 1 + weight was rounded when the file was written.
+    chex.assert_trees_all_close(loaded.params, folder.params, rtol=0, atol=1.2e-7 if "gemma3" in variant else 0)
+
+
+def test_load_gguf_of_gemma3_27b_scales_scores_by_hidden_size_over_heads(tiny_family):
+    """The one size that is scaled so is told by its number of layers."""
+    sizes = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
+    metadata = gguf_metadata({**tiny_family("gemma3").config_json, **sizes})
+    settings = GgufSettings(path=Path("x"), metadata=metadata, tensor_names=frozenset())
+    assert gemma3.FAMILY.config_from_gguf(settings).query_pre_attn_scalar == 168
 
 
 @pytest.mark.parametrize("variant", ["plain", "biased", "tied"])
@@ -230,9 +284,10 @@ def test_load_damaged_gguf_says_where(gguf, options, match, refused):
         load_model(path)
 
 
-@pytest.mark.parametrize("cut", range(4, 1600, 97))
-def test_load_gguf_cut_anywhere_in_the_header_is_refused(gguf, cut, refused):
-    path = gguf(cut=cut)
+@pytest.mark.parametrize("variant", ["plain", *FAMILY_VARIANTS])
+@pytest.mark.parametrize("cut", range(4, 1600, 197))
+def test_load_gguf_cut_anywhere_in_the_header_is_refused(gguf, variant, cut, refused):
+    path = gguf(variant, cut=cut)
     with refused("not a valid GGUF file"):
         load_model(path)
 
@@ -263,20 +318,26 @@ def test_load_gguf_with_hostile_metadata_is_refused(tmp_path, record, match, ref
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"general.architecture": "gemma3"}, "architecture 'gemma3' is not supported, only llama"),
+        ({"general.architecture": "gpt2"}, "architecture 'gpt2' is not supported, only llama, qwen2, qwen3, gemma3"),
+        ({"general.architecture": ["llama"]}, r"'general.architecture' is \['llama'\], expected str"),
+        ({"general.architecture": "gemma3"}, "'gemma3.attention.head_count' is missing"),
         ({"general.architecture": None}, "'general.architecture' is missing"),
         ({"llama.embedding_length": None}, "'llama.embedding_length' is missing"),
         ({"llama.embedding_length": "wide"}, "'llama.embedding_length' is 'wide', expected int"),
         ({"llama.block_count": 2**31 - 1}, "says 2147483647 layers"),
         ({"llama.block_count": 1}, "unexpected tensor blk.1"),
         ({"llama.block_count": 3}, r"missing tensor blk.2.attn_q.weight \[32, 32\]"),
-        ({"llama.attention.head_count": 0}, "does not divide into 0 heads"),
-        ({"llama.attention.head_count": 3}, "does not divide into 3 heads"),
+        ({"llama.attention.head_count": 0}, "num_heads must be a whole number > 0"),
+        ({"llama.attention.head_count": 3}, "num_heads must be a multiple of num_kv_heads = 2, got 3"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8, supported is 0"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn'"),
         ({"general.alignment": 0}, "general.alignment is 0"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama' .* not supported"),
-        ({"tokenizer.ggml.pre": "qwen2"}, "pre-tokenizer 'qwen2' is not supported, only 'gpt2' with smollm"),
+        ({"llama.attention.sliding_window": 0}, "sliding_window must be a whole number > 0"),
+        (
+            {"tokenizer.ggml.model": "bert"},
+            "tokenizer 'bert' .* only 'llama', and 'gpt2' with smollm, qwen2;",
+        ),
+        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken' is not supported, only 'llama', and 'gpt2' with"),
         ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
         ({"tokenizer.ggml.tokens": ["a"] * 40}, "duplicate tokens"),
         ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(41)]}, r"token_embd.weight has shape \[40, 32\]|41 tokens"),
@@ -291,3 +352,57 @@ def test_load_gguf_with_bad_metadata_value_names_the_key(gguf, changes, match, r
     path = gguf(changes=changes)
     with refused(match):
         load_model(path)
+
+
+ABSURD = [None, 0, -1, 2**31 - 1, 3, "x", 0.5, True, [1, 2], float("nan")]
+
+
+@pytest.mark.parametrize("variant", ["plain", "qwen2", "qwen3", "gemma3_scaled"])
+def test_load_gguf_with_any_absurd_setting_loads_or_says_so(gguf, tiny, tiny_family, variant, load_error):
+    """Whatever a key of the family says: a LoadError that names the file, or a model; never another error."""
+    model = tiny_family(variant) if variant in FAMILY_VARIANTS else tiny(variant)
+    keys = [key for key in gguf_metadata(model.config_json) if key.startswith(("general", *GGUF_FAMILIES))]
+    for key in keys:
+        errors = []
+        for value in ABSURD:
+            path = gguf(variant, changes={key: value})
+            errors.append(load_error(path))
+            assert not errors[-1] or errors[-1].startswith(str(path)), (key, value)
+        assert any(errors), f"{key} may have any value"
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma3"])
+def test_load_gguf_without_any_one_tensor_names_it(gguf, tiny_family, variant):
+    tensors = gguf_tensors(tiny_family(variant))
+    telling = ("output.weight", "blk.0.attn_q.bias", "blk.0.attn_output.bias")  # their absence describes another model
+    for name in tensors:
+        path = gguf(variant, tensors={key: value for key, value in tensors.items() if key != name})
+        expected = "unexpected tensor blk.1" if name in telling else f"missing tensor {name}"
+        if name != "output.weight":
+            with pytest.raises(LoadError, match=expected):
+                load_model(path)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma3"])
+def test_load_gguf_with_any_one_tensor_of_another_shape_names_it(gguf, tiny_family, variant):
+    tensors = gguf_tensors(tiny_family(variant))
+    for name, value in tensors.items():
+        path = gguf(variant, tensors={**tensors, name: np.concatenate([value, value])})
+        with pytest.raises(LoadError, match=f"{name} has shape"):
+            load_model(path)
+
+
+def test_load_gguf_in_parts_joins_them_in_order(gguf, tiny_family, tmp_path, monkeypatch):
+    """As the wheels of Gemma 3 hold it; tensors lie across the cuts."""
+    path = gguf("gemma3")
+    content, folder = path.read_bytes(), tmp_path / "some_parts"
+    folder.mkdir()
+    for index in range(3):
+        (folder / f"part{index}").write_bytes(content[index * 7001 : (index + 1) * 7001 if index < 2 else None])
+    monkeypatch.syspath_prepend(tmp_path)
+    wheel = load.Wheel(files=tuple(("some_parts", f"part{index}") for index in range(3)), install="pip install parts")
+    monkeypatch.setitem(load.WHEELS, "parts", wheel)
+    chex.assert_trees_all_equal(load_model("parts").params, load_model(path).params)
+    (folder / "part1").unlink()
+    with pytest.raises(LoadError, match="not installed: pip install parts"):
+        load_model("parts")

@@ -174,7 +174,7 @@ def test_load_with_very_many_problems_shortens_the_list(folder, refused):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported, only llama"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported, only llama, mistral, qwen2, qwen3, gemma3_text"),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', supported is 'silu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -291,3 +291,64 @@ def test_load_with_malformed_index_says_so(folder, weight_map, refused):
     write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
     with refused("has no 'weight_map' object|expected the name of a file"):
         load_model(folder)
+
+
+FAMILY_VARIANTS = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_biased", "gemma3", "gemma3_scaled"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "match"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a whole number > 0"),
+        ("mistral", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported, only 'default'"),
+        ("qwen2_window", {"max_window_layers": -1}, "num_full_layers must be a whole number >= 0"),
+        ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "full layers in"),
+        ("qwen2_window", {"layer_types": ["full_attention"]}, "layer_types must list one of"),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act = 'gelu', supported is 'silu'"),
+        ("qwen3", {"attention_bias": True}, "missing tensor model.layers.0.self_attn.k_proj.bias"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu', supported is 'gelu_pytorch_tanh'"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0, supported is None"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+        ("gemma3", {"sliding_window_pattern": 0}, "full_layer_interval must be a whole number > 0"),
+        ("gemma3", {"layer_types": ["linear_attention"] * 5}, "layer_types must list one of"),
+        ("gemma3", {"layer_types": [*["full_attention"] * 2, *["sliding_attention"] * 3]}, "at equal intervals"),
+        ("gemma3", {"rope_scaling": {"rope_type": "linear"}}, "rope_factor must be a finite number > 0"),
+        ("gemma3", {"rope_local_base_freq": "low"}, "rope_local_theta must be a finite number > 0"),
+        ("gemma3", {"rope_parameters": {"full_attention": "x"}}, "must be an object"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number > 0"),
+    ],
+)
+def test_load_family_with_unsupported_or_absurd_config_names_the_field(tiny_family, tmp_path, variant, changes, match):
+    tiny_family(variant).save(tmp_path)
+    change_json(tmp_path / "config.json", **changes)
+    with pytest.raises(LoadError, match=match):
+        load_model(tmp_path)
+
+
+ABSURD = [None, 0, -1, 2**62, 3, "x", 0.5, True, [], [1, 2], {}, {"full_attention": 1}]
+
+
+@pytest.mark.parametrize("variant", FAMILY_VARIANTS)
+def test_load_family_with_any_absurd_setting_loads_or_says_so(tiny_family, tmp_path, variant, load_error):
+    """Whatever a field says: a LoadError that names the file, or a model; never another error."""
+    model = tiny_family(variant)
+    for config in (model.config_json, model.saved_config_json):
+        model.save(tmp_path)
+        for name in config:
+            for value in ABSURD:
+                write_json(tmp_path / "config.json", {**config, name: value})
+                error = load_error(tmp_path)
+                assert not error or error.startswith(str(tmp_path)), (name, value)
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen2", "qwen3", "gemma3"])
+def test_load_family_without_any_one_tensor_names_it(tiny_family, tmp_path, variant):
+    model = tiny_family(variant)
+    model.save(tmp_path)
+    for name in model.weights:
+        save_file({key: value for key, value in model.weights.items() if key != name}, tmp_path / "model.safetensors")
+        with pytest.raises(LoadError, match=f"missing tensor {name}"):
+            load_model(tmp_path)
