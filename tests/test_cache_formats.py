@@ -7,9 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doubles import TINY, VOCAB, cache_config, ids, prompt, tiny_llm, tokens_of
+from doubles import (
+    TINY,
+    VOCAB,
+    cache_config,
+    ids,
+    oracle_llm,
+    oracle_tokens,
+    prompt,
+    tiny_llm,
+    tiny_params,
+    tokens_of,
+)
 
-from paged_jax import BeamSearchParams, CacheConfig, LayerCache, SamplingParams, StepBatch, attend, paged_attention
+from paged_jax import (
+    BeamSearchParams,
+    CacheConfig,
+    LayerCache,
+    SamplingParams,
+    StepBatch,
+    append_tokens,
+    attend,
+    build_decode_batch,
+    build_ragged_batch,
+    init_state,
+    paged_attention,
+)
 from paged_jax.config import CACHE_DTYPES, SCALED_CACHE_DTYPES
 from paged_jax.kv_cache import (
     copy_blocks,
@@ -482,15 +505,13 @@ def test_samples_and_beams_of_an_int8_cache_share_blocks_as_others_do():
 
 @pytest.mark.parametrize("dtype", ["int8"])
 def test_request_whose_keys_are_not_finite_ends_with_an_error_alone(dtype):
-    from paged_jax import attend as real
-
     def forward(params, batch, cache):
         logits, cache = TINY(params, batch, cache)
         layer = cache.layer(0)
         # Once more the step's keys, infinite for the token at position 6; then attention over them.
         k = jnp.where((batch.positions == 6)[:, None, None], jnp.inf, jnp.ones((1, 2, 8)))
         query = jnp.ones((len(batch.positions), 4, 8))
-        out, _ = real(layer, query, k, jnp.ones_like(k), batch)
+        out, _ = attend(layer, query, k, jnp.ones_like(k), batch)
         return logits + 0 * out[batch.logits_indices, 0, :1], cache
 
     llm = engine(dtype, forward=forward)
@@ -512,11 +533,7 @@ def test_bytes_per_token_are_reported():
 
 def logits_of(dtype, kernel_block_size, num_steps=6):
     """All logits of a prefill in two chunks and of decode steps, with blocks of 8."""
-    from paged_jax import append_tokens, build_decode_batch, build_ragged_batch, init_state
-
     c = cache_config(12, 8, dtype=dtype, kernel_block_size=kernel_block_size, max_num_seqs=2, max_blocks_per_seq=6)
-    from doubles import tiny_params
-
     state, all_logits = init_state(c), []
     pool, table, cache = state.pool, state.table, state.cache
     rows = jnp.arange(2, dtype=jnp.int32)
@@ -549,6 +566,18 @@ def test_kernel_blocks_of_any_size_give_the_same_bits(dtype):
     assert np.isfinite(expected).all()
     for kernel_block_size in (8, 4, 2):
         np.testing.assert_array_equal(logits_of(dtype, kernel_block_size), expected)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_preempted_requests_in_blocks_of_two_sizes_read_their_own_slots_only(mode, dtype):
+    llm = oracle_llm(4, dtype=dtype, kernel_block_size=2, max_num_batched_tokens=4, preemption_mode=mode)
+    assert llm._runner._state.cache.k[0].shape[:2] == (10, 2)
+    params = dataclasses.replace(GREEDY, max_tokens=8)
+    outputs = llm.generate(ids([prompt(5, 1), prompt(5, 2)]), params, use_tqdm=False)
+    assert tokens_of(outputs) == [oracle_tokens(prompt(5, n), 8) for n in (1, 2)]
+    assert llm.core.num_preemptions[mode] >= 1
+    assert llm.is_whole
 
 
 def test_batch_built_for_other_blocks_than_the_layers_is_refused():

@@ -103,7 +103,12 @@ DEPTHS = [
 #: Groups that share arrays, blocks that leave windows, scales beside the blocks.
 GROUPS_AND_FORMATS = [
     ProgramCase(program=program, model=model, implementation="mosaic_gpu", num_layers=n, cache_dtype=dtype)
-    for model, n, dtype in (("gemma3_270m", None, "bfloat16"), ("gemma3_270m", 6, "int8"), ("llama3_8b", 2, "int8"))
+    for model, n, dtype in (
+        ("gemma3_270m", None, "bfloat16"),
+        ("gemma3_270m", 6, "int8"),
+        ("llama3_8b", 2, "int8"),
+        ("llama3_8b", 2, "float8_e4m3fn"),
+    )
     for program in ("decode_many", "prefill_step")
 ]
 
