@@ -72,6 +72,11 @@ class CollidingWindowsMachine(WindowsCachingMachine):
     manager = CollidingMachine.manager
 
 
+class CollidingOnlyWindowsMachine(OnlyWindowsCachingMachine):
+    is_exact = False
+    manager = CollidingMachine.manager
+
+
 MACHINES = [
     BlockManagerMachine,
     TwoGroupsMachine,
@@ -82,6 +87,7 @@ MACHINES = [
     OnlyWindowsCachingMachine,
     TinyWindowsCachingMachine,
     CollidingWindowsMachine,
+    CollidingOnlyWindowsMachine,
 ]
 
 
@@ -346,7 +352,6 @@ PLANTED_CACHE_BUGS = [
 
 #: Bugs that a good digest hides. They are hunted with the weak one.
 PLANTED_COLLISION_BUGS = [
-    ("hits are not a leading run", "cache", "_leading(is_hit, first), found", "is_hit, found"),
     ("tokens not compared", "cache", "return (uid > 0) & has_tokens & (", "return (uid > 0) & ("),
     ("parent not compared", "cache", "(cache.records[found, PARENT] == parent)", "(cache.records[found, PARENT] != 0)"),
     ("equal digests of a call share a uid", "cache", "is_same = (same == item) | (", "is_same = (same <= item) | ("),

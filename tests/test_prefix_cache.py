@@ -24,10 +24,11 @@ EQUAL_DIGESTS = (*WEAK_DIGEST[:2], "[place] * (before + sums) & jnp.uint32(0)")
 class Manager:
     """Pool, table and cache, driven like a step does it: blocks of 3 tokens, 5 rows of 4 blocks."""
 
-    def __init__(self, num_usable: int, functions=REAL):
+    def __init__(self, num_usable: int, functions=REAL, window=None):
         config = CacheConfig(
             num_blocks=num_usable + 1,
             num_layers=1,
+            sliding_windows=(window,),
             num_kv_heads=1,
             head_dim=1,
             block_size=BLOCK_SIZE,
@@ -274,6 +275,17 @@ def test_uids_used_up_publish_nothing_until_reset():
     assert int(status) == Status.OK
     manager.admit({0: [*A, 1]})
     assert manager.uids(0) == [1, 0]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_prompt_that_differs_only_before_the_window_is_not_hit(follows):
+    """A digest that does not tell tokens above 50 apart, and a window that needs the last block alone."""
+    blind = ("digest", "words = token_ids.astype(jnp.uint32)", "words = jnp.minimum(token_ids, 50).astype(jnp.uint32)")
+    planted_bug = ("cache", "is_hit = _leading(is_hit, first)", "is_hit = is_hit")
+    manager = Manager(12, jitted(*planted(blind, *([] if follows else [planted_bug]))), window=4)
+    manager.admit({0: [60, 60, 60, *A, *B, 1]})
+    assert manager.num_hits([60, 60, 60, *A, *B, 1]) == 1
+    assert manager.num_hits([70, 60, 60, *A, *B, 1]) == (0 if follows else 1)  # else K/V after another beginning
 
 
 @pytest.mark.parametrize(
