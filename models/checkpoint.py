@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from models.layers import Forward, ModelConfig
+    from models.config import ModelConfig
+    from models.layers import Forward
     from models.settings import GgufSettings, HfSettings
 
 MAX_LISTED = 20  # problems shown in one message

@@ -8,6 +8,7 @@ models/layers.py.
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,14 +18,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.checkpoint import TABLE_WITH_POST_NORMS, Family, LoadError
+from models.config import ModelConfig, check_positive
 from models.layers import (
     Attention,
     CausalModel,
     Forward,
     GatedMLP,
-    ModelConfig,
     RMSNorm,
-    check_positive,
     rope_angles,
     rope_frequencies,
 )
@@ -146,15 +146,20 @@ def _rope_from_hf(settings: HfSettings) -> dict[str, Any]:
     }
 
 
+def _interval(path: Path, is_full: list[bool]) -> int:
+    """Every so many layers, one is full."""
+    interval = is_full.index(True) + 1 if True in is_full else len(is_full) + 1
+    if is_full != [(i + 1) % interval == 0 for i in range(len(is_full))]:
+        raise LoadError(f"{path}: full attention must come at equal intervals, the layers that have it are {is_full}")
+    return interval
+
+
 def _full_layer_interval(settings: HfSettings) -> Any:
     """sliding_window_pattern, or what layer_types amounts to."""
     types = settings.layer_types()
     if types is None:
         return settings.get("sliding_window_pattern", settings.get("_sliding_window_pattern", 6))
-    interval = types.index("full_attention") + 1 if "full_attention" in types else len(types) + 1
-    if any((kind == "full_attention") != ((i + 1) % interval == 0) for i, kind in enumerate(types)):
-        raise LoadError(f"{settings.path}: layer_types must have a full layer at equal intervals, got {types}")
-    return interval
+    return _interval(settings.path, [kind == "full_attention" for kind in types])
 
 
 def _config_from_hf(settings: HfSettings) -> Gemma3Config:
@@ -176,6 +181,14 @@ def _config_from_hf(settings: HfSettings) -> Gemma3Config:
     )
 
 
+def _full_layer_interval_of_gguf(settings: GgufSettings) -> int:
+    """sliding_window_pattern: the interval, or a list that says for each layer whether it has a window."""
+    key = ".attention.sliding_window_pattern"
+    if not isinstance(settings.metadata.get(f"gemma3{key}"), list):
+        return settings.get(key, int, 6)
+    return _interval(settings.path, [not is_windowed for is_windowed in settings.get(key, list)])
+
+
 def _config_from_gguf(settings: GgufSettings) -> Gemma3Config:
     get = settings.get
     scaling = get(".rope.scaling.type", str, "none")
@@ -189,7 +202,7 @@ def _config_from_gguf(settings: GgufSettings) -> Gemma3Config:
         rope_local_theta=get(".rope.freq_base_swa", float, 10000.0),
         rope_factor=get(".rope.scaling.factor", float) if scaling == "linear" else 1.0,
         sliding_window=get(".attention.sliding_window", int),
-        full_layer_interval=get(".attention.sliding_window_pattern", int, 6),
+        full_layer_interval=_full_layer_interval_of_gguf(settings),
         query_pre_attn_scalar=sizes["hidden_size"] / sizes["num_heads"] if is_27b else sizes["head_dim"],
     )
 

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float32, Int32
 
 from models import layers
 from models.checkpoint import TABLE, Family
-from models.layers import Attention, CausalModel, Forward, GatedMLP, ModelConfig, Params, PreNormLayer, check_positive
+from models.config import ModelConfig, check_positive
+from models.layers import Attention, CausalModel, Forward, GatedMLP, Params, PreNormLayer
 from models.settings import GgufSettings, HfSettings
 
 

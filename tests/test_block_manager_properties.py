@@ -431,61 +431,33 @@ PLANTED_WINDOW_CACHE_BUGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "bug"), [b[1:] for b in PLANTED_WINDOW_BUGS], ids=[b[0] for b in PLANTED_WINDOW_BUGS]
-)
-def test_state_machine_planted_window_bug_is_caught(file, line, bug):
-    class Mutant(WindowsMachine):
-        manager = jitted(*planted((file, line, bug)))
+#: A bug that only shows where a block may leave its window before the next one is full.
+PLANTED_TINY_WINDOW_BUGS = [
+    ("unknown block taken for the root", "cache", "is_root=column == 0,", "is_root=parent_block == NULL_BLOCK,")
+]
 
-    assert_caught(Mutant)
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "bug"), [b[1:] for b in PLANTED_WINDOW_CACHE_BUGS], ids=[b[0] for b in PLANTED_WINDOW_CACHE_BUGS]
-)
-def test_state_machine_planted_window_cache_bug_is_caught(file, line, bug):
-    class Mutant(WindowsCachingMachine):
-        manager = jitted(*planted((file, line, bug)))
-
-    assert_caught(Mutant)
-
-
-def test_state_machine_unknown_block_taken_for_the_root_is_caught():
-    class Mutant(TinyWindowsCachingMachine):
-        manager = jitted(*planted(("cache", "is_root=column == 0,", "is_root=parent_block == NULL_BLOCK,")))
-
-    assert_caught(Mutant)
-
-
-@pytest.mark.parametrize(("file", "line", "bug"), [b[1:] for b in PLANTED_BUGS], ids=[b[0] for b in PLANTED_BUGS])
-def test_state_machine_planted_bug_is_caught(file, line, bug):
-    class Mutant(BlockManagerMachine):
-        manager = jitted(*planted((file, line, bug)))
-
-    assert_caught(Mutant)
+#: The machine that must catch each of them.
+CAUGHT_BY = [
+    (BlockManagerMachine, PLANTED_BUGS),
+    (CachingMachine, PLANTED_CACHE_BUGS),
+    (CollidingMachine, PLANTED_COLLISION_BUGS),
+    (WindowsMachine, PLANTED_WINDOW_BUGS),
+    (WindowsCachingMachine, PLANTED_WINDOW_CACHE_BUGS),
+    (TinyWindowsCachingMachine, PLANTED_TINY_WINDOW_BUGS),
+]
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "bug"), [b[1:] for b in PLANTED_CACHE_BUGS], ids=[b[0] for b in PLANTED_CACHE_BUGS]
+    ("machine", "change"),
+    [pytest.param(machine, bug[1:], id=bug[0]) for machine, bugs in CAUGHT_BY for bug in bugs],
 )
-def test_state_machine_planted_cache_bug_is_caught(file, line, bug):
-    class Mutant(CachingMachine):
-        manager = jitted(*planted((file, line, bug)))
+def test_state_machine_planted_bug_is_caught(machine, change):
+    weakened = [] if machine.is_exact else [WEAK_DIGEST]
 
-    assert_caught(Mutant)
+    class Mutant(machine):
+        manager = jitted(*planted(*weakened, change))
 
-
-@pytest.mark.parametrize("change", [b[1:] for b in PLANTED_COLLISION_BUGS], ids=[b[0] for b in PLANTED_COLLISION_BUGS])
-def test_state_machine_planted_cache_bug_behind_a_weak_digest_is_caught(change):
-    class Mutant(CollidingMachine):
-        manager = jitted(*planted(WEAK_DIGEST, change))
-
-    assert_caught(Mutant)
-
-
-def assert_caught(machine):
     with pytest.raises(Exception) as caught:
-        run_state_machine_as_test(machine, settings=HUNT)
+        run_state_machine_as_test(Mutant, settings=HUNT)
     jax.clear_caches()  # of the mutant: see conftest.py
     assert not isinstance(caught.value, SyntaxError | NameError | TypeError | AttributeError)

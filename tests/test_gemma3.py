@@ -11,7 +11,7 @@ import pytest
 from doubles import AuditedLLM
 
 from models.load import LoadError, find_wheel, load_model
-from paged_jax import CacheConfig, ChatTemplate, SamplingParams
+from paged_jax import CacheConfig, ChatTemplate, SamplingParams, group_layers
 from paged_jax.batch import StepBatch
 from paged_jax.config import cdiv
 from paged_jax.kv_cache import init_cache
@@ -41,17 +41,19 @@ def model():
     return load_model("gemma3", dtype="float32")
 
 
-def cache_config(model, num_rows):
-    """The cache of the model for rows of LENGTH tokens."""
+def cache_config(model, num_rows, layer_groups=(), sliding_windows=()):
+    """The cache of the model for rows of LENGTH tokens, by default in one group."""
     c = model.config
     return CacheConfig(
-        num_blocks=1 + num_rows * cdiv(LENGTH, 16),
+        num_blocks=1 + num_rows * cdiv(LENGTH, 16) * max(1, len(layer_groups)),
         block_size=16,
         num_layers=c.num_layers,
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         max_num_seqs=num_rows,
         max_blocks_per_seq=cdiv(LENGTH, 16),
+        layer_groups=layer_groups,
+        sliding_windows=sliding_windows,
     )
 
 
@@ -124,15 +126,21 @@ def test_greedy_ids_in_chunks_and_decode_steps_equal_the_reference(model):
     llm = AuditedLLM(
         model.forward,
         model.params,
-        cache_config(model, len(PROMPTS)),
+        cache_config(model, len(PROMPTS), *group_layers(model.config.layer_windows)),
         model.tokenizer,
         eos_token_ids=model.config.eos_token_ids,
         max_num_batched_tokens=96,
         decode_steps=8,
     )
     llm._runner.row_buckets = (len(PROMPTS),)
+    seen = []
+    llm.watch = lambda state: seen.append((np.asarray(state.table.block_ids) != 0).sum(axis=-1).max(axis=1))
     prompts = [{"prompt_token_ids": p["prompt_ids"]} for p in PROMPTS.values()]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [p["generated_ids"] for p in PROMPTS.values()]
     assert [o.outputs[0].text for o in outputs][:2] == [p["text"] for p in PROMPTS.values()][:2]
     assert llm.is_whole
+    # 730 tokens are 46 blocks; a window holds its 512 tokens, and a chunk of prompts before it has been read.
+    for window, most in zip(llm.cache_config.sliding_windows, np.max(seen, axis=0), strict=True):
+        assert most == (46 if window is None else cdiv(window, 16) + 1)
+    assert llm.cache_config.num_groups == 6

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from models import load_model
 from models.checkpoint import Checkpoint, LoadError, StoredTensor, read_params
-from models.layers import ModelConfig
+from models.config import ModelConfig
 from models.llama import FAMILY, LlamaConfig, LlamaForward, RopeScaling
 from paged_jax.batch import StepBatch
 from paged_jax.config import CacheConfig

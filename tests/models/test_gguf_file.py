@@ -171,6 +171,14 @@ def test_load_gguf_of_each_family_equals_its_folder(gguf, tiny_family, tmp_path,
     chex.assert_trees_all_close(loaded.params, folder.params, rtol=0, atol=1.2e-7 if "gemma3" in variant else 0)
 
 
+def test_load_gguf_of_gemma3_with_listed_windows_equals_that_with_an_interval(gguf):
+    key = "gemma3.attention.sliding_window_pattern"
+    listed = load_model(gguf("gemma3", changes={key: [True, True, False, True, True]})).config
+    assert listed == load_model(gguf("gemma3")).config
+    with pytest.raises(LoadError, match="must come at equal intervals"):
+        load_model(gguf("gemma3", changes={key: [False, True, False, True, True]}))
+
+
 def test_load_gguf_of_gemma3_27b_scales_scores_by_hidden_size_over_heads(tiny_family):
     """The one size that is scaled so is told by its number of layers."""
     sizes = {"num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
@@ -299,6 +307,9 @@ def test_load_gguf_cut_anywhere_in_the_header_is_refused(gguf, variant, cut, ref
         (pack_text("k") + struct.pack("<IQ", 8, HUGE), "length of 'k' is"),
         (pack_text("k") + struct.pack("<IIQ", 9, 8, HUGE), "length of 'k' is"),
         (pack_text("k") + struct.pack("<IIQ", 9, 12, 2**61), "length of 'k' is"),
+        (pack_text("k") + struct.pack("<IIQQ", 9, 8, 2, HUGE), "length of 'k' is"),
+        (pack_text("k") + struct.pack("<IIQ", 9, 8, 6) + bytes(8) + struct.pack("<Q", 62), "length of 'k' is"),
+        (pack_text("k") + struct.pack("<IIQQ", 9, 8, 1, 1) + b"\xff", "'k' is not UTF-8"),
         (pack_text("k") + struct.pack("<IIQ", 9, 9, 1), "array of unsupported type 9"),
         (pack_text("k") + struct.pack("<I", 99), "unknown type 99"),
         (struct.pack("<Q", 2) + b"\xff\xff" + struct.pack("<I", 0), "not UTF-8"),

@@ -38,6 +38,19 @@ def test_sentencepiece_vocabulary_gives_the_ids_and_texts_of_sentencepiece(varia
         assert tokenizer.decode(ids) == text
 
 
+def test_sentencepiece_vocabulary_joins_by_score_not_by_id():
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "a", "b", "c", "ab", "bc"],
+        "tokenizer.ggml.scores": [0.0, -9.0, -9.0, -9.0, -3.0, -1.0],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    assert tokenizer_from_gguf(Path("x"), metadata).encode("abcab").ids == [1, 5, 4]
+    metadata["tokenizer.ggml.scores"][5] = -4.0
+    assert tokenizer_from_gguf(Path("x"), metadata).encode("abcab").ids == [4, 3, 4]
+
+
 def test_sentencepiece_vocabulary_without_the_key_puts_a_space_in_front():
     metadata = sentencepiece_metadata("llama")
     del metadata["tokenizer.ggml.add_space_prefix"]
