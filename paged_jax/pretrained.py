@@ -58,15 +58,14 @@ def pretrained_arguments(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = 256 if on_cpu else 2048
     check_positive("from_pretrained()", max_num_batched_tokens=max_num_batched_tokens)
-    if kv_cache_memory_bytes is not None and not takes_what_fits:
-        cache_config = CacheConfig.with_memory(kv_cache_memory_bytes, **sizes)
-    else:
-        smallest = CacheConfig(num_blocks=2, **sizes)
-        if kv_cache_memory_bytes is not None:
-            num_blocks = max(2, kv_cache_memory_bytes // smallest.bytes_per_block)
-        elif num_blocks is None:
-            num_blocks = _default_num_blocks(smallest, gpu_memory_utilization, max_num_batched_tokens)
-        cache_config = replace(smallest, num_blocks=num_blocks)
+    smallest = CacheConfig(num_blocks=2, **sizes)
+    if kv_cache_memory_bytes is not None:
+        # Where any length will do, the bytes need only hold one of one block.
+        least = {"max_blocks_per_seq": 1} if takes_what_fits else {}
+        num_blocks = CacheConfig.with_memory(kv_cache_memory_bytes, **(sizes | least)).num_blocks
+    elif num_blocks is None:
+        num_blocks = _default_num_blocks(smallest, gpu_memory_utilization, max_num_batched_tokens)
+    cache_config = replace(smallest, num_blocks=num_blocks)
     if takes_what_fits:
         max_model_len = max(1, cache_config.longest_sequence(max_num_batched_tokens))
         cache_config = replace(cache_config, max_blocks_per_seq=cdiv(max_model_len, block_size))

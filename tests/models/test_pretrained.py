@@ -35,6 +35,8 @@ def test_from_pretrained_bytes_make_the_pool_and_are_all_used(folder):
     options = {"max_num_seqs": 3, "block_size": 4, "max_model_len": 16}
     config = LLM.from_pretrained(folder, kv_cache_memory_bytes=100_000, **options).cache_config
     assert config.num_blocks == 100_000 // config.bytes_per_block
+    any_length = LLM.from_pretrained(folder, kv_cache_memory_bytes=5000, max_num_seqs=3, block_size=4).cache_config
+    assert any_length.num_blocks == 5000 // config.bytes_per_block
     eight_bits = LLM.from_pretrained(folder, kv_cache_memory_bytes=100_000, kv_cache_dtype="int8", **options)
     assert eight_bits.cache_config.num_blocks == 100_000 // eight_bits.cache_config.bytes_per_block
     assert eight_bits.cache_config.num_blocks > config.num_blocks
@@ -54,9 +56,9 @@ class Device:
 def test_default_pool_on_a_device_takes_its_share_of_the_memory_less_what_is_in_use(share, budget, monkeypatch):
     sizes = CacheConfig(num_blocks=2, num_layers=1, num_kv_heads=1, head_dim=8, max_blocks_per_seq=100, block_size=4)
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert _default_num_blocks(sizes, share) == budget // sizes.bytes_per_block
+    assert _default_num_blocks(sizes, share, 8) == budget // sizes.bytes_per_block
     with pytest.raises(ValueError, match=r"200 bytes are left .* take 512: raise gpu_memory_utilization=0.06"):
-        _default_num_blocks(sizes, 0.06)
+        _default_num_blocks(sizes, 0.06, 8)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,7 @@ def test_default_pool_on_a_device_takes_its_share_of_the_memory_less_what_is_in_
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes"),
         ({"kv_cache_memory_bytes": "1G"}, "kv_cache_memory_bytes"),
         ({"kv_cache_memory_bytes": 10}, "10 bytes of K/V memory hold 0 blocks"),
+        ({"kv_cache_memory_bytes": 10, "max_model_len": 16}, "10 bytes of K/V memory hold 0 blocks"),
         ({"kv_cache_memory_bytes": 10**6, "num_blocks": 9}, "give one of them"),
         ({"decode_steps": 0}, "decode_steps"),
         ({"implementation": "cuda"}, "implementation"),
