@@ -283,7 +283,8 @@ def test_prompt_that_differs_only_before_the_window_is_not_hit(follows):
     blind = ("digest", "words = token_ids.astype(jnp.uint32)", "words = jnp.minimum(token_ids, 50).astype(jnp.uint32)")
     planted_bug = ("cache", "is_hit = _leading(is_hit, first)", "is_hit = is_hit")
     manager = Manager(12, jitted(*planted(blind, *([] if follows else [planted_bug]))), window=4)
-    manager.admit({0: [60, 60, 60, *A, *B, 1]})
+    manager.extend({0: [60, 60, 60, *A]})
+    manager.extend({0: [*B, 1]})
     assert manager.num_hits([60, 60, 60, *A, *B, 1]) == 1
     assert manager.num_hits([70, 60, 60, *A, *B, 1]) == (0 if follows else 1)  # else K/V after another beginning
 
