@@ -21,7 +21,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 SOAK_EXAMPLES = int(os.environ.get("SOAK_EXAMPLES", "2000"))
-SETTINGS = settings(max_examples=60, stateful_step_count=40)
+SETTINGS = settings(max_examples=30, stateful_step_count=40)
 #: For planted bugs: no shrinking, the first failure is enough.
 HUNT = settings(max_examples=1000, stateful_step_count=40, phases=[Phase.generate])
 
