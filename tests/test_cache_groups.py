@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax import CacheConfig, LayerCache, Status, append_tokens, attend, fork, group_layers, truncate
+from paged_jax import (
+    CacheConfig,
+    LayerCache,
+    Status,
+    acquire_prefix,
+    append_tokens,
+    attend,
+    fork,
+    group_layers,
+    init_state,
+    truncate,
+)
 from paged_jax.batch import StepBatch
 from paged_jax.block_pool import allocate
 from paged_jax.block_table import acquire, init, num_blocks_needed, num_prefix_blocks, release_out_of_window
@@ -397,6 +408,38 @@ def test_r41_r43_window_needs_its_last_blocks_and_earlier_ones_are_null(windows,
     for group, window in enumerate(windows):
         count = hit if window is None else min(hit, cdiv(window - 1, 4))
         assert np.flatnonzero(found[group]).tolist() == list(range(hit - count, hit))
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_b20_row_with_a_hit_that_lacks_blocks_in_any_group_keeps_it_and_takes_nothing(missing):
+    cached = Cached((None, 8, 3))
+    cached.store(0, A)
+    cached.admit(1, [*A, 99])
+    taken = int(cached.pool.num_free) - 3 + missing
+    pool, _, _ = allocate(cached.pool, jnp.array([taken], jnp.int32), max_blocks=80)
+    after = append(pool, cached.table, jnp.array([0, 1, 0], jnp.int32), max_new_tokens=1)
+    assert int(after[2].status) == Status.OUT_OF_BLOCKS
+    chex.assert_trees_all_equal(after[:2], (pool, cached.table))
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_b20_prompt_with_cached_blocks_that_cannot_go_on_is_not_admitted(missing):
+    """The blocks that it hits are free and count; three more, one per group, are needed, and some are not there."""
+    state = init_state(config((None, 8, 3), num_usable=40, num_rows=3, width=12))
+    cached = Cached((None, 8, 3), num_usable=40)
+    cached.store(0, A)
+    cached.end(0)
+    hits = int((cached.look_up([*A, 99]) > 0).sum())
+    state = dataclasses.replace(state, pool=cached.pool, table=cached.table, prefix_cache=cached.cache)
+    prompt = jnp.zeros(48, jnp.int32).at[:21].set(jnp.array([*A, 99], jnp.int32))
+    before = jax.tree.map(np.asarray, state)
+    need = 40 + missing
+    state, num_cached, status = acquire_prefix(state, jnp.int32(1), prompt, jnp.int32(21), jnp.int32(0), need)
+    assert (int(status), int(num_cached)) == (Status.OUT_OF_BLOCKS, 0)
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, state))
+    state, num_cached, status = acquire_prefix(state, jnp.int32(1), prompt, jnp.int32(21), jnp.int32(0), 40)
+    assert (int(status), int(num_cached), int(state.pool.num_free)) == (Status.OK, 20, 40 - hits)
+    check_invariants(state.pool, state.table, state.prefix_cache)
 
 
 def test_hit_row_goes_on_like_one_that_stored_everything():
