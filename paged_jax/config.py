@@ -254,6 +254,10 @@ class CacheConfig:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
+    def max_concurrency(self, num_tokens: int, max_new_tokens: int) -> float:
+        """Sequences of num_tokens tokens that the pool holds at once, if each grows by at most max_new_tokens a step."""
+        return (self.num_blocks - 1) / self.max_blocks_for(num_tokens, max_new_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:

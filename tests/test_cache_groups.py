@@ -160,7 +160,7 @@ def test_r40_one_hundred_tokens_in_a_window_of_64_free_the_first_37():
     assert held(table) == [list(range(37, 100))]
 
 
-def test_b23_block_goes_when_the_step_that_read_it_is_done_not_when_it_is_planned():
+def test_b23_r45_block_goes_when_the_step_that_read_it_is_done_not_when_it_is_planned():
     pool, table = init(config((8,), num_rows=2))
     pool, table, _, _ = step(pool, table, 10)
     assert held(table) == [[0, 1, 2]]  # the next token, at position 10, sees 3 ... 10
@@ -286,6 +286,8 @@ def test_r49_longest_sequence_of_a_full_group_is_the_pool():
     sizes = config((None,), num_usable=1024, block_size=16, width=2048)
     assert sizes.longest_sequence(256) == 16384
     assert sizes.longest_sequence(256, 1023) == 16368
+    assert sizes.max_concurrency(4096, 256) == 4
+    assert config((None, 8), num_usable=24).max_concurrency(40, 1) == 24 / (10 + 3)
 
 
 @pytest.mark.parametrize("num_usable", range(9))
