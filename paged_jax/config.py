@@ -255,7 +255,7 @@ class CacheConfig:
         return low
 
     def max_concurrency(self, num_tokens: int, max_new_tokens: int) -> float:
-        """Sequences of num_tokens tokens that the pool holds at once, if each grows by at most max_new_tokens a step."""
+        """Sequences of num_tokens tokens that the pool holds at once, growing by at most max_new_tokens a step."""
         return (self.num_blocks - 1) / self.max_blocks_for(num_tokens, max_new_tokens)
 
 
