@@ -54,9 +54,9 @@ class Device:
 def test_default_pool_on_a_device_takes_its_share_of_the_memory_less_what_is_in_use(share, budget, monkeypatch):
     sizes = CacheConfig(num_blocks=2, num_layers=1, num_kv_heads=1, head_dim=8, max_blocks_per_seq=100, block_size=4)
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert _default_num_blocks(sizes, share) == budget // sizes.bytes_per_block
+    assert _default_num_blocks(sizes, share, 256) == budget // sizes.bytes_per_block
     with pytest.raises(ValueError, match=r"200 bytes are left .* take 512: raise gpu_memory_utilization=0.06"):
-        _default_num_blocks(sizes, 0.06)
+        _default_num_blocks(sizes, 0.06, 256)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,19 @@ def test_default_pool_on_a_device_takes_its_share_of_the_memory_less_what_is_in_
     ],
 )
 def test_from_pretrained_bad_option_is_refused_by_name(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 5}, "each of the 5 cache groups needs a block; give at least 6"),
+        ({"kv_cache_memory_bytes": 2000}, "2000 bytes of K/V memory hold .* one sequence of 16 tokens needs 5 "),
+    ],
+)
+def test_from_pretrained_pool_without_a_block_for_each_cache_group_is_refused(tiny_family, tmp_path, options, message):
+    folder = tiny_family("gemma3").save(tmp_path)
     with pytest.raises(ValueError, match=message):
         LLM.from_pretrained(folder, **options)
 
