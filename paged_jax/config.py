@@ -231,17 +231,25 @@ class CacheConfig:
         in_prompt = num_prompt_tokens // self.block_size
         total = 0
         for window in self.sliding_windows:
-            # What a window of tokens can touch when it lies as unluckily as it can.
-            held, grown = (
-                self.max_blocks_per_seq if window is None else cdiv(window + self.block_size - 2 + n, self.block_size)
-                for n in (1, max(1, max_new_tokens))
-            )
+            held, grown = self._max_held(window, 1), self._max_held(window, max_new_tokens)
             blocks = [min(cdiv(n, self.block_size), grown) for n in seq_lens]
             prompt = min(cdiv(num_prompt_tokens, self.block_size), grown)
             own = [min(cdiv(n, self.block_size) - in_prompt, grown) for n in seq_lens]
             shared = min(in_prompt, held) + sum(own)
             total += prompt if max(seq_lens) == num_prompt_tokens else max(prompt, min(sum(blocks), shared))
         return total
+
+    def max_blocks_gained(self, num_stored_tokens: int, num_tokens: int, max_new_tokens: int) -> int:
+        """Blocks at most that a sequence with num_stored_tokens takes until it has num_tokens, over all groups, while
+        others hold all that it has now: what leaves its windows is not given back."""
+        gained = cdiv(num_tokens, self.block_size) - cdiv(num_stored_tokens, self.block_size)
+        return sum(min(gained, self._max_held(window, max_new_tokens)) for window in self.sliding_windows)
+
+    def _max_held(self, window: int | None, max_new_tokens: int) -> int:
+        """Blocks that a window, and a step's new tokens, can touch when they lie as unluckily as they can."""
+        if window is None:
+            return self.max_blocks_per_seq
+        return cdiv(window + self.block_size - 2 + max(1, max_new_tokens), self.block_size)
 
     def longest_sequence(self, max_new_tokens: int, num_blocks: int | None = None) -> int:
         """Tokens of the longest sequence that a row and num_blocks blocks hold, if it grows by at most max_new_tokens a

@@ -58,16 +58,21 @@ def pretrained_arguments(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = 256 if on_cpu else 2048
     check_positive("from_pretrained()", max_num_batched_tokens=max_num_batched_tokens)
-    smallest = CacheConfig(num_blocks=2, **sizes)
     if kv_cache_memory_bytes is not None:
-        # Where any length will do, the bytes need only hold one of one block.
-        least = {"max_blocks_per_seq": 1} if takes_what_fits else {}
-        num_blocks = CacheConfig.with_memory(kv_cache_memory_bytes, **(sizes | least)).num_blocks
+        # Without max_model_len, a sequence of one block must fit; the longest that does is found below.
+        shortest = sizes | {"max_blocks_per_seq": 1} if takes_what_fits else sizes
+        num_blocks = CacheConfig.with_memory(kv_cache_memory_bytes, **shortest).num_blocks
     elif num_blocks is None:
+        smallest = CacheConfig(num_blocks=2, **sizes)
         num_blocks = _default_num_blocks(smallest, gpu_memory_utilization, max_num_batched_tokens)
-    cache_config = replace(smallest, num_blocks=num_blocks)
+    cache_config = CacheConfig(num_blocks=num_blocks, **sizes)
     if takes_what_fits:
-        max_model_len = max(1, cache_config.longest_sequence(max_num_batched_tokens))
+        max_model_len = cache_config.longest_sequence(max_num_batched_tokens)
+        if max_model_len == 0:
+            raise ValueError(
+                f"num_blocks={num_blocks}, the null block included, hold no sequence: each of the "
+                f"{cache_config.num_groups} cache groups needs a block; give at least {cache_config.num_groups + 1}"
+            )
         cache_config = replace(cache_config, max_blocks_per_seq=cdiv(max_model_len, block_size))
     return {
         "forward": model.forward,

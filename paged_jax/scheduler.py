@@ -165,11 +165,15 @@ class RequestState:
         if not self.is_forked:
             owned = config.num_blocks_for(self.live_samples[0].num_computed_tokens)
             return self.num_blocks_to_start(config, max_num_batched_tokens) - owned
-        # A forked row copies the last block of the prompt, if that is not full, before it writes.
+        # Rows share what they forked: blocks that leave one's windows may stay for another. The last block of the
+        # prompt, if it is not full, is copied before a row writes to it.
+        full = prompt // config.block_size * config.block_size
         return sum(
-            config.max_blocks_for(self.num_tokens(s), max_num_batched_tokens)
-            - config.num_blocks_for(s.num_computed_tokens)
-            + config.num_groups * (s.num_computed_tokens == prompt and prompt % config.block_size > 0)
+            config.max_blocks_gained(
+                full if s.num_computed_tokens == prompt else s.num_computed_tokens,
+                self.num_tokens(s),
+                max_num_batched_tokens,
+            )
             for s in self.live_samples
             if not s.is_active
         )

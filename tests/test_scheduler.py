@@ -2,11 +2,14 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from doubles import cache_config
 
-from paged_jax import SamplingParams
+from paged_jax import SamplingParams, append_tokens, fork
+from paged_jax.block_table import init, release_out_of_window
 from paged_jax.config import SchedulerConfig
 from paged_jax.scheduler import (
     Request,
@@ -112,6 +115,30 @@ def test_samples_share_the_full_blocks_of_their_prompt():
     assert state(0, length=9, n=3).num_blocks_to_start(CONFIG, 256) == 3  # before they generate they share everything
     assert state(0, length=9, n=3, generated=2).num_blocks_to_start(CONFIG, 256) == 2 + 3
     assert state(0, length=9, n=3, max_tokens=8).request.num_blocks_needed(CONFIG, 256) == 2 + 3 * 2
+
+
+@pytest.mark.parametrize("windows", [(None,), (8,), (None, 3)])
+@pytest.mark.parametrize("length", [7, 8])
+def test_forked_samples_that_were_preempted_never_take_more_than_was_promised(windows, length):
+    """Each of two stores its own 12 tokens, one after the other: what leaves the window of one stays for the other."""
+    groups = tuple((g,) for g in range(len(windows)))
+    sizes = cache_config(40, num_layers=len(windows), layer_groups=groups, sliding_windows=windows, max_num_seqs=2)
+    append, leave = (jax.jit(f, static_argnames="max_new_tokens") for f in (append_tokens, release_out_of_window))
+    pool, table = init(sizes)
+    pool, table, _ = append(pool, table, jnp.array([length, 0], jnp.int32), max_new_tokens=8)
+    pool, table = leave(pool, table, jnp.zeros(2, jnp.int32), max_new_tokens=8)
+    pool, table, _ = fork(pool, table, jnp.array([0, 0], jnp.int32))
+    request = state(0, length=length, n=2, generated=12)
+    request.is_forked, free, bounds = True, [], []
+    for row, _ in itertools.product(range(2), range(12)):
+        for sample, stored in zip(request.samples, table.seq_lens.tolist(), strict=True):
+            sample.num_computed_tokens, sample.is_active = stored, stored == length + 12
+        bounds.append(int(pool.num_free) - request.num_blocks_promised(sizes, 1))
+        old = table.seq_lens
+        pool, table, _ = append(pool, table, jnp.zeros(2, jnp.int32).at[row].set(1), max_new_tokens=1)
+        free.append(int(pool.num_free))
+        pool, table = leave(pool, table, old, max_new_tokens=1)
+    assert all(min(free[moment:]) >= bound for moment, bound in enumerate(bounds))
 
 
 def test_reserve_is_left_free_even_by_the_only_request():

@@ -88,6 +88,19 @@ def test_from_pretrained_bad_option_is_refused_by_name(folder, options, message)
         LLM.from_pretrained(folder, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 5}, "each of the 5 cache groups needs a block; give at least 6"),
+        ({"kv_cache_memory_bytes": 2000}, "2000 bytes of K/V memory hold .* one sequence of 16 tokens needs 5 "),
+    ],
+)
+def test_from_pretrained_pool_without_a_block_for_each_cache_group_is_refused(tiny_family, tmp_path, options, message):
+    folder = tiny_family("gemma3").save(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        LLM.from_pretrained(folder, **options)
+
+
 def test_from_pretrained_bfloat16_cache_is_stored_in_place_on_a_cpu(folder):
     llm = LLM.from_pretrained(folder, kv_cache_dtype="bfloat16", max_num_seqs=2)
     assert llm.cache_config.dtype == "bfloat16"
