@@ -232,7 +232,7 @@ def _check_rows(query: Array, block_tables: Array, seq_lens: Array, query_start_
 def _check_options(scale: float | None, sliding_window: int | None, logits_soft_cap: float | None) -> None:
     if scale is not None and not (isinstance(scale, Real) and math.isfinite(scale)):
         raise ValueError(f"scale is {scale!r}: it must be a finite Python number, or None for 1 / sqrt(head_dim)")
-    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window <= 0):
+    if sliding_window is not None and (type(sliding_window) is not int or sliding_window <= 0):
         raise ValueError(f"sliding_window is {sliding_window!r}: it must be a Python int > 0, or None for no window")
     if logits_soft_cap is not None and not (isinstance(logits_soft_cap, Real) and 0 < logits_soft_cap < math.inf):
         raise ValueError(f"logits_soft_cap is {logits_soft_cap!r}: it must be a finite number > 0, or None for no cap")

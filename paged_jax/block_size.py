@@ -102,11 +102,11 @@ def recommend_block_size(
         ValueError: lengths are empty, not integers >= 1 or longer than config.max_model_len; a candidate is no
             integer >= 1; max_waste is out of range.
     """
-    sizes = sorted(set(candidates))
-    if not sizes:
-        raise ValueError("candidates are empty; pass at least one block size")
-    for size in sizes:
+    if not isinstance(candidates, Iterable) or not (candidates := list(candidates)):
+        raise ValueError(f"candidates must be at least one block size, got {candidates!r}")
+    for size in candidates:
         check_positive("recommend_block_size()", candidates=size)
+    sizes = sorted(set(candidates))
     if isinstance(max_waste, bool) or not isinstance(max_waste, Real) or not 0 < max_waste < 1:
         raise ValueError(f"max_waste must be a share in (0, 1), got {max_waste!r}")
     counts = _checked_lengths(lengths, config)
@@ -124,6 +124,8 @@ def recommend_block_size(
 
 
 def _checked_lengths(lengths: Iterable[int], config: CacheConfig) -> np.ndarray:
+    if not isinstance(lengths, Iterable):
+        raise ValueError(f"lengths must be integers >= 1, at least one of them, got {lengths!r}")
     values = list(lengths)
     wrong = next((v for v in values if isinstance(v, bool) or not isinstance(v, Integral) or v < 1), None)
     if not values or wrong is not None:
@@ -149,7 +151,7 @@ def _costs(lengths: np.ndarray, config: CacheConfig, block_size: int) -> BlockSi
     width = cdiv(config.max_model_len, block_size)
     return BlockSizeCosts(
         block_size=block_size,
-        waste=float(wasted.sum() / slots.sum()),
+        waste=float(wasted.sum() / max(1, slots.sum())),  # a window of one token may own nothing
         wasted_slots=float(wasted.mean()),
         wasted_bytes=float(wasted.mean()) * config.bytes_per_block / config.block_size,
         table_entries=float(blocks.mean()),

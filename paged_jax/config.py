@@ -124,14 +124,24 @@ class CacheConfig:
             raise ValueError(f"{owner}.dtype must be one of {CACHE_DTYPES}, got {self.dtype!r}") from error
         if self.dtype not in CACHE_DTYPES:
             raise ValueError(f"{owner}.dtype must be one of {CACHE_DTYPES}, got {self.dtype!r}")
-        groups = tuple(tuple(g) for g in self.layer_groups) or (tuple(range(self.num_layers)),)
-        if sorted(sum(groups, ())) != list(range(self.num_layers)) or len({len(g) for g in groups}) != 1:
+        try:
+            groups = tuple(tuple(g) for g in self.layer_groups) or (tuple(range(self.num_layers)),)
+            windows = tuple(self.sliding_windows) or (None,) * len(groups)
+            is_partition = sorted(sum(groups, ())) == list(range(self.num_layers))
+        except TypeError as error:
+            raise ValueError(
+                f"{owner}.layer_groups must be a tuple of tuples of layers, and sliding_windows a tuple with one entry "
+                f"per group, got {self.layer_groups!r} and {self.sliding_windows!r}; group_layers makes both"
+            ) from error
+        if not is_partition or len({len(g) for g in groups}) != 1:
             raise ValueError(
                 f"{owner}.layer_groups must partition range({self.num_layers}) into groups of equal size, got {groups}"
             )
         object.__setattr__(self, "layer_groups", groups)
-        windows = tuple(self.sliding_windows) or (None,) * len(groups)
-        check_positive(owner, **{f"sliding_windows[{g}]": w for g, w in enumerate(windows) if w is not None})
+        for name, window in ((f"sliding_windows[{g}]", w) for g, w in enumerate(windows) if w is not None):
+            check_positive(owner, **{name: window})
+            if window >= 2**31:
+                raise ValueError(f"{owner}.{name}={window} does not fit int32 positions; None is full attention")
         if len(windows) != len(groups):
             raise ValueError(
                 f"{owner}.sliding_windows has {len(windows)} entries for {len(groups)} groups of layers; give one per "

@@ -758,6 +758,7 @@ INT8 = {"key_cache": jnp.zeros((5, 4, 2, 8), jnp.int8), "value_cache": jnp.zeros
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"sliding_window": -1}, "sliding_window is -1"),
         ({"sliding_window": 4.0}, "sliding_window is 4.0"),
+        ({"sliding_window": True}, "sliding_window is True"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0"),
         ({"logits_soft_cap": -5.0}, "logits_soft_cap is -5.0"),
         ({"sinks": jnp.zeros(3)}, "sinks"),

@@ -72,6 +72,11 @@ def test_windows_count_what_their_groups_own(length):
     assert costs.wasted_slots == 16 * c.num_blocks_for(length) - length - min(length, 9)
 
 
+def test_window_of_one_token_owns_nothing_at_block_ends_and_wastes_nothing():
+    costs = recommend_block_size([16, 32], config(sliding_windows=(1,)), candidates=[8, 16]).costs
+    assert [(c.waste, c.table_entries) for c in costs] == [(0, 0), (0, 0)]
+
+
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
@@ -81,7 +86,10 @@ def test_windows_count_what_their_groups_own(length):
         ([True], {}, "lengths"),
         ([1025], {}, "1025.*1024"),
         ([3], {"candidates": []}, "candidates"),
+        (3, {}, "lengths.*3"),
         ([3], {"candidates": [0]}, "candidates"),
+        ([3], {"candidates": 8}, "candidates"),
+        ([3], {"candidates": [8, None]}, "candidates"),
         ([3], {"max_waste": 0}, "max_waste"),
         ([3], {"max_waste": 1}, "max_waste"),
     ],

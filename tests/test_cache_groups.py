@@ -117,6 +117,20 @@ def test_windows_for_another_number_of_groups_are_refused():
         dataclasses.replace(config((None, 8)), sliding_windows=(None, 8, 8))
 
 
+def test_window_beyond_int32_is_refused():
+    assert config((None, 2**31 - 1)).num_blocks_for(9) == 2 * 3
+    with pytest.raises(ValueError, match=r"sliding_windows\[1\]=2147483648 does not fit int32"):
+        config((None, 2**31))
+
+
+@pytest.mark.parametrize(
+    "groups", [{"layer_groups": (0, 1)}, {"layer_groups": None}, {"layer_groups": ((0, "1"),)}, {"sliding_windows": 8}]
+)
+def test_groups_that_are_no_tuples_are_refused(groups):
+    with pytest.raises(ValueError, match="tuple of tuples of layers, and sliding_windows a tuple"):
+        dataclasses.replace(config((None, 8)), **groups)
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_layer_that_sees_more_than_its_group_keeps_is_refused(window):
     layer = LayerCache(k=jnp.zeros((4, 4, 1, 8)), v=jnp.zeros((4, 4, 1, 8)), group=0, sliding_window=8)
