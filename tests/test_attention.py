@@ -603,7 +603,7 @@ def test_pool_beyond_two_to_the_31_elements_is_indexed_by_axis_and_never_reshape
     ]
     assert set(reads) == {(0,)}  # the block
     assert writes == [(0, 1), (0, 1)]  # block and offset
-    assert {e.primitive.name for e in touching} <= {"gather", "scatter", "jit", "pjit", "while"}
+    assert {e.primitive.name for e in touching} <= {"gather", "scatter", "jit", "pjit", "while", "optimization_barrier"}
 
 
 @pytest.mark.parametrize("num_tokens", [4, 40], ids=["decode", "ragged"])
@@ -679,7 +679,7 @@ def test_attend_without_k_and_v_reads_the_shared_cache_and_changes_nothing():
     cache = LayerCache(k=jnp.asarray(case.k), v=jnp.asarray(case.v), group=0)
     out, after = attend(cache, jnp.asarray(case.query), None, None, decode_batch(case.arrays["block_tables"], [3, 9]))
     np.testing.assert_array_equal(out, run(case, "xla"))
-    assert after is cache
+    jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
 def test_attend_uses_table_and_slots_of_its_group():

