@@ -76,7 +76,9 @@ class HfSettings:
         """
         table = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if isinstance(table, dict) and layer_type is not None and self.get("rope_parameters"):
-            table = table.get(layer_type) or {}
+            if layer_type not in table:
+                raise LoadError(f"{self.path}: rope_parameters must have an entry {layer_type!r}, got {table!r:.200}")
+            table = table[layer_type]
         if not isinstance(table, dict):
             raise LoadError(f"{self.path}: rope_scaling must be an object, got {table!r:.80}")
         kind = table.get("rope_type", table.get("type", "default"))

@@ -92,7 +92,7 @@ def recommend_block_size(
     Args:
         lengths: of finished sequences in tokens, prompt and output, e.g. from a log of requests.
         config: everything but the block size; its own is only looked at for the longest sequence that it allows.
-        candidates: block sizes to compare.
+        candidates: block sizes to compare; those that are no multiple of config.kernel_block_size are left out.
         max_waste: share in (0, 1). Default: 0.04, the bound that vLLM's paper reports.
 
     Returns:
@@ -106,7 +106,11 @@ def recommend_block_size(
         raise ValueError(f"candidates must be at least one block size, got {candidates!r}")
     for size in candidates:
         check_positive("recommend_block_size()", candidates=size)
-    sizes = sorted(set(candidates))
+    sizes = sorted(size for size in set(candidates) if size % (config.kernel_block_size or 1) == 0)
+    if not sizes:
+        raise ValueError(
+            f"candidates must have a multiple of config.kernel_block_size={config.kernel_block_size}, got {candidates}"
+        )
     if isinstance(max_waste, bool) or not isinstance(max_waste, Real) or not 0 < max_waste < 1:
         raise ValueError(f"max_waste must be a share in (0, 1), got {max_waste!r}")
     counts = _checked_lengths(lengths, config)

@@ -42,7 +42,13 @@ def group_layers(
 
     Returns:
         (layer_groups, sliding_windows) for CacheConfig; groups in the order of their first layers.
+
+    Raises:
+        ValueError: there are no layers, or a window is neither None nor an integer >= 1.
     """
+    if not isinstance(layer_windows, Sequence) or not layer_windows:
+        raise ValueError(f"group_layers(): layer_windows must list the window of each layer, got {layer_windows!r}")
+    check_positive("group_layers()", **{f"layer_windows[{i}]": w for i, w in enumerate(layer_windows) if w is not None})
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(layer_windows):
         kinds.setdefault(window, []).append(layer)

@@ -97,3 +97,19 @@ def test_window_of_one_token_owns_nothing_at_block_ends_and_wastes_nothing():
 def test_bad_input_is_refused_by_name(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         recommend_block_size(lengths, config(), **options)
+
+
+def test_candidates_are_multiples_of_the_kernel_block_size():
+    config = CacheConfig(
+        num_blocks=9,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_blocks_per_seq=8,
+        block_size=32,
+        kernel_block_size=32,
+    )
+    report = recommend_block_size([200, 256], config)
+    assert [c.block_size for c in report.costs] == [32, 64, 128]
+    with pytest.raises(ValueError, match="multiple of config.kernel_block_size=32"):
+        recommend_block_size([200], config, candidates=(8, 16))

@@ -106,6 +106,12 @@ def test_r48_gemma3_270m_has_five_groups_of_windows_and_a_full_one():
     assert groups[windows.index(None)] == (5, 11, 17)
 
 
+@pytest.mark.parametrize("layer_windows", [5, (), [[1]], [None, 0], [8, True]])
+def test_r47_useless_windows_of_layers_are_refused_by_name(layer_windows):
+    with pytest.raises(ValueError, match="layer_windows"):
+        group_layers(layer_windows)
+
+
 @pytest.mark.parametrize("window", [0, -1, 1.5, True])
 def test_r47_useless_window_is_refused_by_name(window):
     with pytest.raises(ValueError, match=r"sliding_windows\[1\] must be an integer >= 1"):

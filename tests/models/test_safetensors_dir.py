@@ -322,6 +322,7 @@ FAMILY_VARIANTS = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_biased", 
         ("gemma3", {"rope_scaling": {"rope_type": "linear"}}, "rope_factor must be a finite number > 0"),
         ("gemma3", {"rope_local_base_freq": "low"}, "rope_local_theta must be a finite number > 0"),
         ("gemma3", {"rope_parameters": {"full_attention": "x"}}, "must be an object"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "must have an entry 'full_attention'"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number > 0"),
     ],
 )
