@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from doubles import cache_config
 
-from paged_jax import append_tokens, init_state, recommend_block_size
+from paged_jax import CacheConfig, append_tokens, init_state, recommend_block_size
 
 
 def config(**sizes):
@@ -111,5 +111,5 @@ def test_candidates_are_multiples_of_the_kernel_block_size():
     )
     report = recommend_block_size([200, 256], config)
     assert [c.block_size for c in report.costs] == [32, 64, 128]
-    with pytest.raises(ValueError, match="multiple of config.kernel_block_size=32"):
+    with pytest.raises(ValueError, match="multiple of config"):
         recommend_block_size([200], config, candidates=(8, 16))
