@@ -1,6 +1,5 @@
 """Static configuration: frozen, hashable, validated on the host before anything is allocated."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -31,14 +30,20 @@ def cdiv(a, b):
     return (a + b - 1) // b
 
 
+#: Share of a kind of layers' memory that equal groups may leave unused.
+_MAX_PADDING = 0.1
+
+
 def group_layers(
     layer_windows: Sequence[int | None],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
     """Cache groups for a model whose layer i sees a window of layer_windows[i] tokens (None: all tokens).
 
-    Layers with one window are divided, in order, into groups of equal layer count, the largest count that divides all
-    kinds: with one kind of layer, one group. Gemma 3 270M, 15 windows and 3 full: five groups of three windows and one
-    of three full layers.
+    Layers with one window are divided, in order, into groups of the same layer count; the last group of a window may be
+    smaller, and then leaves memory of its blocks unused. The count is the largest that leaves at most _MAX_PADDING of
+    any kind's memory unused: few groups, for each costs a block table. Gemma 3 270M, 15 windows and 3 full layers: five
+    groups of three windows and one of three full layers. Gemma 3 4B, 29 and 5: six groups of windows, one of them with
+    four layers, and one of five full layers.
 
     Returns:
         (layer_groups, sliding_windows) for CacheConfig; groups in the order of their first layers.
@@ -52,7 +57,8 @@ def group_layers(
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(layer_windows):
         kinds.setdefault(window, []).append(layer)
-    size = math.gcd(*map(len, kinds.values()))
+    counts = [len(layers) for layers in kinds.values()]
+    size = max(g for g in range(1, max(counts) + 1) if all(-n % g <= _MAX_PADDING * (n + -n % g) for n in counts))
     groups = sorted(
         (tuple(layers[i : i + size]), window) for window, layers in kinds.items() for i in range(0, len(layers), size)
     )
@@ -75,8 +81,9 @@ class CacheConfig:
             the same as block_size. Nothing but speed depends on it.
         dtype: storage format, one of CACHE_DTYPES.
         max_num_seqs: rows of the block tables, i.e. sequences that can be held at once.
-        layer_groups: layers per cache group, groups of equal layer count, a partition of range(num_layers). Each group
-            has a block table of its own over the one pool. Default: one group with all layers.
+        layer_groups: layers per cache group, a partition of range(num_layers). Each group has a block table of its own
+            over the one pool. Groups should be of equal layer count: in blocks of a smaller one, memory is unused.
+            Default: one group with all layers.
         sliding_windows: per group, the window W of its layers: the token at position p sees positions p - W + 1 ... p,
             and blocks that no later token sees are given back. None: full attention, nothing is given back. Default:
             None for all groups. `group_layers` makes both from the windows of a model's layers.
@@ -139,9 +146,10 @@ class CacheConfig:
                 f"{owner}.layer_groups must be a tuple of tuples of layers, and sliding_windows a tuple with one entry "
                 f"per group, got {self.layer_groups!r} and {self.sliding_windows!r}; group_layers makes both"
             ) from error
-        if not is_partition or len({len(g) for g in groups}) != 1:
+        if not is_partition or not all(groups):
             raise ValueError(
-                f"{owner}.layer_groups must partition range({self.num_layers}) into groups of equal size, got {groups}"
+                f"{owner}.layer_groups must partition range({self.num_layers}) into groups, none of them empty, got "
+                f"{groups}"
             )
         object.__setattr__(self, "layer_groups", groups)
         for name, window in ((f"sliding_windows[{g}]", w) for g, w in enumerate(windows) if w is not None):
@@ -162,8 +170,8 @@ class CacheConfig:
 
     @property
     def num_arrays(self) -> int:
-        """K arrays (and V arrays): array j belongs to the j-th layer of every group."""
-        return len(self.layer_groups[0])
+        """K arrays (and V arrays): array j belongs to the j-th layer of every group that has so many."""
+        return max(map(len, self.layer_groups))
 
     @property
     def layer_map(self) -> tuple[tuple[int, int], ...]:
@@ -194,7 +202,7 @@ class CacheConfig:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token, over all layers, scales included."""
+        """Bytes of K and V of one token, over all layers, scales and what smaller groups leave unused included."""
         return self.num_groups * self.bytes_per_block // self.block_size
 
     @classmethod

@@ -38,10 +38,10 @@ class MixedConfig(LlamaConfig):
 
     @property
     def layer_windows(self):
-        return (None, WINDOW)
+        return (None, WINDOW, None)[: self.num_layers]
 
 
-_SIZES = {
+TINY_SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -54,15 +54,15 @@ _SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-MIXED = LlamaForward(MixedConfig(**_SIZES))
-TINY = MIXED if CACHE == "windows" else LlamaForward(LlamaConfig(**_SIZES))
+MIXED = LlamaForward(MixedConfig(**TINY_SIZES))
+TINY = MIXED if CACHE == "windows" else LlamaForward(LlamaConfig(**TINY_SIZES))
 TINY_CONFIG = TINY.config
 
 
 @functools.cache
 def tiny_params():
     """Weights large enough that greedy text wanders through the vocabulary."""
-    params = init_params(LlamaConfig(**_SIZES), nnx.Rngs(0))
+    params = init_params(LlamaConfig(**TINY_SIZES), nnx.Rngs(0))
     return jax.tree.map(lambda x: 12.0 * x if x.ndim == 2 else x, params)
 
 

@@ -83,6 +83,7 @@ def visible_blocks(length, window, block_size):
         ([8, 8, None], ((0,), (1,), (2,)), (8, 8, None)),
         ([8, 8, None, 8, 8, None], ((0, 1), (2, 5), (3, 4)), (8, None, 8)),
         ([8, 4, None, None, 4, 8], ((0, 5), (1, 4), (2, 3)), (8, 4, None)),
+        ([8] * 9 + [None] * 5, ((0, 1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12, 13)), (8, 8, None)),
     ],
 )
 def test_r48_layers_of_one_kind_form_groups_of_equal_size(layer_windows, groups, windows):
@@ -104,6 +105,25 @@ def test_r48_gemma3_270m_has_five_groups_of_windows_and_a_full_one():
     assert [len(g) for g in groups] == [3] * 6
     assert sorted(windows, key=str) == [512] * 5 + [None]
     assert groups[windows.index(None)] == (5, 11, 17)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_groups", "size"), [(18, 6, 3), (26, 7, 4), (34, 7, 5), (48, 6, 8), (62, 6, 11)]
+)
+def test_r48_every_gemma3_has_few_groups_that_leave_little_unused(num_layers, num_groups, size):
+    groups, windows = group_layers([None if i % 6 == 5 else 1024 for i in range(num_layers)])
+    assert (len(groups), max(map(len, groups))) == (num_groups, size)
+    assert sorted(sum(groups, ())) == list(range(num_layers))
+    for window in (None, 1024):
+        mine = [len(g) for g, w in zip(groups, windows, strict=True) if w == window]
+        assert sum(mine) >= 0.9 * size * len(mine)
+
+
+@pytest.mark.parametrize("layer_groups", [((0, 1), ()), ((0,),), ((0, 1), (1,)), ((0, 2), (1,))])
+def test_groups_that_are_no_partition_are_refused(layer_groups):
+    sizes = {"num_blocks": 2, "num_layers": 2, "num_kv_heads": 1, "head_dim": 1, "max_blocks_per_seq": 1}
+    with pytest.raises(ValueError, match="must partition range"):
+        CacheConfig(layer_groups=layer_groups, **sizes)
 
 
 @pytest.mark.parametrize("layer_windows", [5, (), [[1]], [None, 0], [8, True]])

@@ -3,9 +3,25 @@
 import jax
 import numpy as np
 import pytest
-from doubles import MIXED, WINDOW, Disturbance, audit, dense_logits, dense_tokens, ids, prompt, tiny_llm, tokens_of
+from doubles import (
+    MIXED,
+    TINY_SIZES,
+    WINDOW,
+    AuditedLLM,
+    Disturbance,
+    MixedConfig,
+    audit,
+    dense_logits,
+    dense_tokens,
+    ids,
+    prompt,
+    tiny_llm,
+    tokens_of,
+)
+from flax import nnx
 
-from paged_jax import BeamSearchParams, SamplingParams
+from models.llama import LlamaForward, init_params
+from paged_jax import BeamSearchParams, CacheConfig, SamplingParams
 from paged_jax.config import cdiv
 
 
@@ -176,3 +192,21 @@ def test_int8_in_two_groups_is_deterministic_under_preemption():
     llm.before_step = Disturbance(llm, 0)
     assert tokens_of(generate(llm, prompts, greedy(12))) == calm
     assert llm.is_whole
+
+
+def test_group_with_fewer_layers_than_others_equals_dense():
+    """Three layers in groups of two and one: the second array belongs to the first group alone."""
+    config = MixedConfig(**(TINY_SIZES | {"num_layers": 3}))
+    forward, params = LlamaForward(config), init_params(config, nnx.Rngs(2))
+    groups = ((0, 2), (1,))
+    sizes = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "max_num_seqs": 2, "block_size": 4}
+    grouped = CacheConfig(
+        num_blocks=41, max_blocks_per_seq=20, layer_groups=groups, sliding_windows=(None, WINDOW), **sizes
+    )
+    single = CacheConfig(num_blocks=41, max_blocks_per_seq=20, **sizes)
+    assert (grouped.num_arrays, grouped.layer_map) == (2, ((0, 0), (1, 0), (0, 1)))
+    options = {"max_num_batched_tokens": 8, "decode_steps": 3}
+    a, b = (AuditedLLM(forward, params, cache, **options) for cache in (grouped, single))
+    prompts = [prompt(n) for n in (3, 14)]
+    assert tokens_of(generate(a, prompts, greedy(12))) == tokens_of(generate(b, prompts, greedy(12)))
+    assert a.is_whole
