@@ -79,7 +79,6 @@ class CollidingOnlyWindowsMachine(OnlyWindowsCachingMachine):
 
 MACHINES = [
     BlockManagerMachine,
-    TwoGroupsMachine,
     WindowsMachine,
     PassesMachine,
     CollidingMachine,
@@ -87,8 +86,9 @@ MACHINES = [
     OnlyWindowsCachingMachine,
     TinyWindowsCachingMachine,
     CollidingWindowsMachine,
-    CollidingOnlyWindowsMachine,
 ]
+#: What these add is little.
+MORE_MACHINES = [TwoGroupsMachine, CachingMachine, CollidingOnlyWindowsMachine]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -97,7 +97,7 @@ def test_block_manager_random_operations_equal_plain_model(machine):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [*MACHINES, CachingMachine])
+@pytest.mark.parametrize("machine", [*MACHINES, *MORE_MACHINES])
 def test_block_manager_long_random_operations_equal_plain_model(machine):
     run_state_machine_as_test(machine, settings=settings(max_examples=SOAK_EXAMPLES, stateful_step_count=80))
 

@@ -49,6 +49,7 @@ ONLY_SHAPES = [
     "mixed_g5_h96_bs24",
     "mixed_g8_h256_bs8",
     "mixed_g16_h128_bs128",
+    "mixed_g1_h80_bs64_f16",
 ]
 SOAK_EXAMPLES = int(os.environ.get("SOAK_EXAMPLES", "2000"))
 
