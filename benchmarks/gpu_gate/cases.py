@@ -136,7 +136,7 @@ def bounded_cases() -> list[Case]:
 
     def is_bounded(case: Case) -> bool:
         if case in GROUPS_AND_FORMATS:
-            return case.num_layers == 6
+            return case.num_layers == 6 and case.program == "decode_many"
         if isinstance(case, ProgramCase):
             is_plain_decode = case.program == "decode_many" and case.flags != "while_node"
             return case.implementation == "mosaic_gpu" and is_plain_decode == (case.model == "llama3_8b")
