@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 
 import jax
@@ -460,6 +461,7 @@ def soaked(case, cache, num_requests):
     compiled, alive = llm.compile_count, None
     for part in range(4):
         soak(llm, part, num_requests // 4)
+        gc.collect()  # engines of other tests may still be there
         alive = alive or len(jax.live_arrays())
         assert (llm.compile_count, len(jax.live_arrays())) == (compiled, alive)
 
