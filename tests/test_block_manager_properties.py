@@ -452,11 +452,21 @@ CAUGHT_BY = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("machine", "change"),
-    [pytest.param(machine, bug[1:], id=bug[0]) for machine, bugs in CAUGHT_BY for bug in bugs],
-)
+ALL_BUGS = [pytest.param(machine, bug[1:], id=bug[0]) for machine, bugs in CAUGHT_BY for bug in bugs]
+
+
+@pytest.mark.parametrize(("machine", "change"), ALL_BUGS[::2])
 def test_state_machine_planted_bug_is_caught(machine, change):
+    assert_caught(machine, change)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("machine", "change"), ALL_BUGS[1::2][: SOAK_EXAMPLES // 50])
+def test_state_machine_planted_bug_of_the_other_half_is_caught(machine, change):
+    assert_caught(machine, change)
+
+
+def assert_caught(machine, change):
     weakened = [] if machine.is_exact else [WEAK_DIGEST]
 
     class Mutant(machine):
