@@ -420,7 +420,7 @@ def _has_needed_blocks(table: BlockTable, lens: Array) -> Array:
     first = first_needed_blocks(lens, table.sliding_windows, table.block_size)
     row = jnp.arange(lens.shape[0], dtype=jnp.int32)[None]
     group = jnp.arange(first.shape[0], dtype=jnp.int32)[:, None]
-    has_first = table.block_ids[group, row, jnp.maximum(first, 0)] != NULL_BLOCK
+    has_first = table.block_ids[group, row, first] != NULL_BLOCK
     return jnp.all(has_first | (first >= cdiv(lens, table.block_size)[None]))
 
 
